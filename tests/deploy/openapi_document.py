@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from convgrad.contract import OPERATIONS
-from convgrad_service.server.embedded_app import create_app
+from convgrad_service.server.composition import create_app
 from tests.support.fake_backends import Zeros
 
 JSON = "application/json"

@@ -79,6 +79,11 @@ MODES = """
     case 22:
       args.out[-1] = 1;
       break;
+    case 23:
+      cp_async<4>(at + thread * 4, args.in + thread);
+      cp_async_commit();
+      cp_async<4>(at + thread * 4, args.in);
+      break;
   }
 """
 SOURCE = f"""
@@ -166,6 +171,7 @@ def test_what_is_right_is_computed(probe: Probe) -> None:
         (20, "is beyond the array"),
         (21, "outside shared memory"),
         (22, "a write beside out"),
+        (23, "a copy to where another one is under way"),
     ],
 )
 def test_what_is_wrong_is_said(probe: Probe, mode: int, said: str) -> None:

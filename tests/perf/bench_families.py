@@ -38,7 +38,8 @@ from tests.perf.bench_gpu import Bench, facts, outputs_of, sources_of
 from tests.perf.bench_networks import APART, apart
 from tests.perf.family_plans import Plans, family_kinds, lines_of, plans_without
 from tests.perf.family_tables import WINS
-from tests.perf.gpu_layers import Case, cases_of, problem_of
+from tests.perf.gpu_layers import Case, cases_of
+from tests.perf.layer_problems import problem_of
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"

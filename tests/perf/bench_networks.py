@@ -35,7 +35,8 @@ from convgrad_service.plans.cuda.planner import plan_for
 from convgrad_service.plans.cuda.program import CudaPlan
 from convgrad_service.problems import Problem
 from tests.perf.bench_gpu import TOLERANCE, Bench, error_of, facts, outputs_of, sources_of
-from tests.perf.gpu_layers import Case, cases_of, problem_of
+from tests.perf.gpu_layers import Case, cases_of
+from tests.perf.layer_problems import problem_of
 from tests.perf.stale import stale_keys
 
 HERE = Path(__file__).resolve().parent

@@ -1,12 +1,14 @@
 """Fits the corrections of the dense cost models, and the table of tuned layers, to measurements.
 
-    python -m tests.perf.fit_dense ROWS.jsonl [--write] [--models hopper_gather]
+    python -m tests.perf.fit_dense ROWS.jsonl [--write] [--models hopper_gather] [--onto]
 
 Rows are those of `tests/perf/sweep_dense.py`: every family's configurations on many layers, beside
 cuDNN. First half of the layers is held out, and the regret of the choice on it is reported: the
 chosen configuration's time over the best measured one's, of all families, with and without
 cuDNN's. ``--write`` then fits to all layers and writes `backends/cuda/tuning/hopper.json`; with
-``--models``, only the corrections of these, and the layers that rows have.
+``--models``, only the corrections of these, and the layers that rows have. With ``--onto``, the
+shipped trees stay, and more of them are fitted to what they leave, which suits a short sweep:
+``tests/perf/results/dense_sweep.jsonl`` is the last.
 
 A correction is an ensemble of oblivious trees (`backends/cuda/tuning/correction.py`), fitted by
 gradient boosting to the logarithm of measured over expected time.
@@ -22,6 +24,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -46,24 +49,26 @@ from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm import (
 )
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_tiles import Config
 from convgrad_service.backends.cuda.kernels.core.gather_axes import gather_axis
+from convgrad_service.backends.cuda.tuning.candidates import candidates
 from convgrad_service.backends.cuda.tuning.correction import TABLE, Correction
 from convgrad_service.backends.cuda.tuning.features import NAMES
 from convgrad_service.backends.cuda.tuning.tuned import key_of
 from convgrad_service.plans.cuda.assembly import conv_work
 from convgrad_service.plans.cuda.device import H200, CudaDevice
 from convgrad_service.plans.cuda.works import ConvWork
-from tests.perf.gpu_layers import problem_of
+from tests.perf.layer_problems import problem_of
 
 BUFFERS = {
     "conv_bwd_data": ("bwd_data", "grad_input", "weight", "grad_output"),
     "grouped_conv_bwd_weight": ("bwd_weight", "input", "grad_weight", "grad_output"),
 }
 LEVELS, TREES, RATE, RIDGE, THRESHOLDS = 4, 80, 0.2, 6.0, 20
+# Of trees that are added to shipped ones, which learn more slowly; and the largest error of theirs
+# in powers of 2, as more is a disturbed measurement.
+RATE_ONTO, RIDGE_ONTO, MOST_LEFT = 0.1, 10.0, 1.5
 # Configurations that take longer than so many times the best count less.
 NEAR = 1.15
 CHUNK = 8
-# Families whose configurations are found among all of a layer.
-FOUND = ("implicit_gemm", "hopper_gather", "hopper_weight", "hopper_weight_single")
 
 
 @dataclass(frozen=True)
@@ -138,10 +143,6 @@ class Lines:
             return family, hopper_weight_single.lines(work, device, found)[0]
         return None
 
-    def has(self, family: str, name: str) -> bool:
-        """Whether the configuration still exists."""
-        return family not in FOUND or self._find(family, name) is not None
-
     def _find(self, family: str, name: str) -> Any:
         if family not in self._named:
             work, device = self._work, self._device
@@ -160,14 +161,21 @@ class Lines:
 
 
 def measured_of(row: Mapping[str, Any], work: ConvWork, device: CudaDevice) -> Iterator[Measured]:
-    """A row's configurations with their features."""
+    """A row's configurations that still exist, with what the models expect of them today."""
     lines = Lines(work, device)
-    for family, name, expected_us, us in row["configurations"]:
-        if not lines.has(family, name):
+    today = {
+        (one.family.name, one.config): one.expected_s
+        for every in candidates(work, device)
+        for one in every
+    }
+    for family, name, _, us in row["configurations"]:
+        if (family, name) not in today:
             continue
-        found = None if expected_us is None else lines.of(family, name, expected_us * 1e-6)
+        expected_s = today[family, name]
+        found = None if expected_s is None else lines.of(family, name, expected_s)
         model, line = (None, None) if found is None else found
-        yield Measured(model, family, name, line, expected_us or math.inf, us)
+        expected_us = math.inf if expected_s is None else expected_s * 1e6
+        yield Measured(model, family, name, line, expected_us, us)
 
 
 def rows_of(path: Path, device: CudaDevice) -> list[Row]:
@@ -185,7 +193,12 @@ def rows_of(path: Path, device: CudaDevice) -> list[Row]:
 
 
 def fitted(
-    lines: NDArray[np.float64], wanted: NDArray[np.float64], weight: NDArray[np.float64]
+    lines: NDArray[np.float64],
+    wanted: NDArray[np.float64],
+    weight: NDArray[np.float64],
+    *,
+    rate: float,
+    ridge: float,
 ) -> dict[str, Any]:
     """A table's entry: trees for ``wanted``, the logarithms to base 2."""
     cuts = []
@@ -206,14 +219,14 @@ def fitted(
                 place = leaf + (bits[index] << level)
                 total = np.bincount(place, weight * left, 2 << level)
                 count = np.bincount(place, weight, 2 << level)
-                gain = float((total**2 / (count + RIDGE)).sum())
+                gain = float((total**2 / (count + ridge)).sum())
                 if gain > best_gain:
                     best, best_gain = index, gain
             leaf += bits[best] << level
             chosen.append(cuts[best])
         total = np.bincount(leaf, weight * left, 1 << LEVELS)
         count = np.bincount(leaf, weight, 1 << LEVELS)
-        leaves = np.round(RATE * total / (count + RIDGE), 3)
+        leaves = np.round(rate * total / (count + ridge), 3)
         left -= leaves[leaf]
         table["features"].append([NAMES[index] for index, _ in chosen])
         table["thresholds"].append([cut for _, cut in chosen])
@@ -221,20 +234,37 @@ def fitted(
     return table
 
 
-def corrections(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
-    """The entries of all models."""
+def corrections(
+    rows: Sequence[Row], shipped: Mapping[str, dict[str, Any]] = MappingProxyType({})
+) -> dict[str, dict[str, Any]]:
+    """The entries of all models: ``shipped`` ones with more trees, or new ones."""
+    before = {model: Correction.of(entry) for model, entry in shipped.items()}
     data: dict[str, list[tuple[Any, float, float]]] = {}
     for row in rows:
         best = min(one.us for one in row.measured)
         for one in row.measured:
             if one.model is not None and one.line is not None:
-                far = max(1.0, min(one.us, one.expected_us) / best / NEAR)
-                entry = one.line, float(np.log2(one.us / one.expected_us)), far**-2
-                data.setdefault(one.model, []).append(entry)
-    return {
-        model: fitted(*(np.array(column) for column in zip(*entries, strict=True)))
-        for model, entries in sorted(data.items())
-    }
+                expected_us = corrected_us(one, before)
+                far = max(1.0, min(one.us, expected_us) / best / NEAR)
+                left = float(np.log2(one.us / expected_us))
+                if shipped:
+                    left = min(max(left, -MOST_LEFT), MOST_LEFT)
+                data.setdefault(one.model, []).append((one.line, left, far**-2))
+    rate, ridge = (RATE_ONTO, RIDGE_ONTO) if shipped else (RATE, RIDGE)
+    table = dict(shipped)
+    for model, entries in sorted(data.items()):
+        columns = (np.array(column) for column in zip(*entries, strict=True))
+        more = fitted(*columns, rate=rate, ridge=ridge)
+        old = shipped.get(model, {})
+        table[model] = {name: [*old.get(name, []), *added] for name, added in more.items()}
+    return table
+
+
+def corrected_us(one: Measured, every: Mapping[str, Correction]) -> float:
+    """The expected time with its model's correction."""
+    if one.model not in every or one.line is None:
+        return one.expected_us
+    return one.expected_us * float(every[one.model].factors(one.line[None])[0])
 
 
 def report(what: str, rows: Sequence[Row], table: Mapping[str, dict[str, Any]]) -> None:
@@ -244,11 +274,9 @@ def report(what: str, rows: Sequence[Row], table: Mapping[str, dict[str, Any]]) 
     for row in rows:
         times = []
         for one in row.measured:
-            time = one.expected_us
-            if one.model in every and one.line is not None:
-                time *= float(every[one.model].factors(one.line[None])[0])
-                errors.append(abs(np.log2(time / one.us)))
-            times.append(time)
+            times.append(corrected_us(one, every))
+            if one.line is not None:
+                errors.append(abs(np.log2(times[-1] / one.us)))
         chosen = row.measured[int(np.argmin(times))].us
         best = min(row.now_us, *(one.us for one in row.measured))
         own.append(chosen / best - 1)
@@ -271,14 +299,18 @@ def main() -> None:
     parser.add_argument("rows", type=Path)
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--models", nargs="+", default=[], help="keep the others of the table")
+    parser.add_argument("--onto", action="store_true", help="add to the trees of the table")
     given = parser.parse_args()
     rows = rows_of(given.rows, H200)
     fit, held = [[row for row in rows if row.held_out is out] for out in (False, True)]
-    table = corrections(fit)
+    before = json.loads(TABLE.read_text(encoding="utf-8"))
+    shipped = before["corrections"] if given.onto else {}
+    table = corrections(fit, shipped)
     for kind in sorted({row.kind for row in rows}):
         report(f"fitted, {kind}", [row for row in fit if row.kind == kind], table)
         report(f"held out, {kind}", [row for row in held if row.kind == kind], table)
-        report(f"  without corrections, {kind}", [row for row in held if row.kind == kind], {})
+        what = "before" if given.onto else "without corrections"
+        report(f"  {what}, {kind}", [row for row in held if row.kind == kind], shipped)
     if not given.write:
         return
     layers: dict[str, Any] = {}
@@ -286,18 +318,18 @@ def main() -> None:
         best = min(row.measured, key=lambda one: one.us)
         if row.key is not None and row.kind != "rnd":
             layers[row.key] = [best.family, best.config]
-    found = corrections(rows)
+    found = corrections(rows, shipped)
     if given.models:
-        before = json.loads(TABLE.read_text(encoding="utf-8"))
         found = before["corrections"] | {model: found[model] for model in given.models}
+    if given.models or given.onto:
         layers = before["layers"] | layers
-    shipped = {
+    written = {
         "device": H200.name,
         "multiprocessors": H200.multiprocessors,
         "corrections": found,
         "layers": layers,
     }
-    TABLE.write_text(json.dumps(shipped, separators=(",", ":")) + "\n", encoding="utf-8")
+    TABLE.write_text(json.dumps(written, separators=(",", ":")) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -11,19 +11,15 @@ import torch
 from convgrad.dtypes import DType
 from convgrad_service.inprocess.base import problem_of as problem_of_request
 from convgrad_service.problems import (
-    ConvBackward,
-    ConvBwdData,
-    ConvFwd,
-    GroupedConvBwdWeight,
     GroupedConvConvFwd,
     MaxPoolBwd,
     Problem,
 )
-from convgrad_service.problems.geometry import ConvShape, PoolShape
-from convgrad_service.problems.layouts import LAYOUTS
+from convgrad_service.problems.geometry import PoolShape
 from tests.perf import gpu_poolings
+from tests.perf.layer_problems import layout_of, problem_of, shape_of
 
-__all__ = ["Case", "Tensors", "cases_of", "problem_of", "torch_dtype"]
+__all__ = ["Case", "Tensors", "cases_of", "torch_dtype"]
 
 COPY_BYTES_PER_S = 4.27e12
 NODE_S = 3.1e-6
@@ -110,47 +106,6 @@ def cases_of(
             yield CASES[op](layer, dtype, layout, op)
 
 
-def _layout_of(layer: Mapping[str, Any], layout: str) -> Any:
-    last = layout == "NHWC"
-    spatial = "DHW"[-layer["ndim"] :]
-    return LAYOUTS[f"N{spatial}C" if last else f"NC{spatial}"], last
-
-
-def _shape_of(layer: Mapping[str, Any]) -> ConvShape:
-    pads = tuple((pad, pad) for pad in layer["padding"])
-    return ConvShape(
-        batch=layer["N"],
-        groups=layer["groups"],
-        in_channels=layer["C"],
-        out_channels=layer["K"],
-        input_size=tuple(layer["input_size"]),
-        kernel_size=tuple(layer["kernel_size"]),
-        output_size=tuple(layer["output_size"]),
-        stride=tuple(layer["stride"]),
-        padding=pads,
-        dilation=tuple(layer["dilation"]),
-    )
-
-
-def problem_of(layer: Mapping[str, Any], dtype: str, layout: str, op: str) -> Any:
-    """A convolution's problem, without tensors."""
-    kind = {
-        "conv_bwd_data": ConvBwdData,
-        "grouped_conv_bwd_weight": GroupedConvBwdWeight,
-        "conv_backward": ConvBackward,
-        "conv_fwd": ConvFwd,
-    }[op]
-    parsed, _ = _layout_of(layer, layout)
-    more: dict[str, Any] = {"precision": "high"} if dtype == "float32" else {}
-    if kind is GroupedConvBwdWeight:
-        more |= {"weight_dtype": DType(dtype), "split_k": None}
-    if kind is ConvFwd:
-        more |= {"bias": False}
-    if kind is ConvBackward:
-        more |= {"wanted": ("grad_input", "grad_weight")}
-    return kind(conv=_shape_of(layer), dtype=DType(dtype), layout=parsed, **more)
-
-
 def _conv_case(layer: Mapping[str, Any], dtype: str, layout: str, op: str) -> Case:
     outputs = {
         "conv_bwd_data": [True, False, False],
@@ -186,7 +141,7 @@ def _conv_case(layer: Mapping[str, Any], dtype: str, layout: str, op: str) -> Ca
 
 
 def _pool_case(layer: Mapping[str, Any], dtype: str, layout: str, op: str) -> Case:
-    parsed, last = _layout_of(layer, layout)
+    parsed, last = layout_of(layer, layout)
     ndim = layer["ndim"]
     pool = PoolShape(
         batch=layer["N"],
@@ -226,10 +181,10 @@ def _pooling_case(layer: Mapping[str, Any], dtype: str, layout: str, op: str) ->
 
 
 def _separable_case(layer: Mapping[str, Any], dtype: str, layout: str, op: str) -> Case:
-    parsed, last = _layout_of(layer, layout)
-    first = _shape_of({**layer, "groups": layer["C"], "K": layer["C"]})
+    parsed, last = layout_of(layer, layout)
+    first = shape_of({**layer, "groups": layer["C"], "K": layer["C"]})
     ones = {"kernel_size": [1, 1], "stride": [1, 1], "padding": [0, 0], "dilation": [1, 1]}
-    second = _shape_of({**layer, **ones, "groups": 1, "input_size": layer["output_size"]})
+    second = shape_of({**layer, **ones, "groups": 1, "input_size": layer["output_size"]})
     problem = GroupedConvConvFwd(
         conv0=first,
         conv1=second,
@@ -257,7 +212,7 @@ def _separable_case(layer: Mapping[str, Any], dtype: str, layout: str, op: str) 
 def _request_case(layer: Mapping[str, Any], dtype: str, layout: str, op: str) -> Case:
     """A transposed convolution, or second derivatives, from the request that asks for it."""
     transposed = layer["kind"] == "conv_transpose"
-    parsed, last = _layout_of(layer, layout)
+    parsed, last = layout_of(layer, layout)
     batch, groups, ndim = layer["N"], layer["groups"], layer["ndim"]
     outer, inner = (layer["C"], layer["K"]) if transposed else (layer["K"], layer["C"])
 

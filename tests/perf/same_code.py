@@ -54,7 +54,7 @@ def describe(rows: Sequence[Mapping[str, Any]], *, compiled: bool) -> list[Code]
     from convgrad_service.plans.cuda.device import H200
     from convgrad_service.plans.cuda.planner import plan_for
     from convgrad_service.plans.cuda.program import Launch
-    from tests.perf.gpu_layers import problem_of
+    from tests.perf.layer_problems import problem_of
 
     layers = {layer["name"]: layer for layer in json.loads(SUITE.read_text(encoding="utf-8"))}
     with tempfile.TemporaryDirectory() as folder:

@@ -2,8 +2,9 @@
 
     python -m tests.perf.stale [--drop]
 
-Says which they are; with ``--drop`` they leave their files. `bench_gpu` and `bench_networks`
-measure them again with ``--stale``.
+A row is stale if its kernel's sources changed, or if another kernel is planned for its layer. Says
+which they are; with ``--drop`` they leave their files. `bench_gpu` and `bench_networks` measure
+them again with ``--stale``.
 """
 
 from __future__ import annotations
@@ -12,14 +13,21 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.backends.cuda.sources import KERNELS, source_hash
+from convgrad_service.plans.cuda.device import H200
+from convgrad_service.plans.cuda.planner import plan_for
+from tests.perf.layer_problems import problem_of
 
 __all__ = ["BENCHES", "stale_keys", "stale_rows", "why_stale"]
 
 RESULTS = Path(__file__).resolve().parent / "results"
+SUITE = Path(__file__).resolve().parent / "suite" / "networks.json"
 # Whose rows say from which sources they were measured.
 BENCHES = ("gpu", "networks", "poolings")
 
@@ -34,7 +42,26 @@ def why_stale(row: Mapping[str, Any]) -> str | None:
         for name, hashed in sources.items()
         if not (KERNELS / name).exists() or source_hash(name) != hashed
     ]
-    return f"{', '.join(changed)} changed" if changed else None
+    if changed:
+        return f"{', '.join(changed)} changed"
+    if row.get("bench") != "networks":
+        return None
+    planned = _planned(row)
+    return None if planned == row["kernel"] else f"{planned} is planned"
+
+
+def _planned(row: Mapping[str, Any]) -> str:
+    """The kernel that is planned for a row of networks."""
+    layer = {**_layers()[row["layer"]], "N": row["batch"]}
+    problem = problem_of(layer, row["dtype"], row["layout"], row["op"])
+    if "precision" in row:
+        problem = replace(problem, precision=row["precision"])
+    return plan_for(problem, H200, FAMILIES).kernel
+
+
+@cache
+def _layers() -> dict[str, dict[str, Any]]:
+    return {layer["name"]: layer for layer in json.loads(SUITE.read_text(encoding="utf-8"))}
 
 
 def stale_rows(rows: Iterable[Mapping[str, Any]]) -> list[str]:

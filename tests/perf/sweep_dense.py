@@ -36,7 +36,8 @@ from convgrad_service.plans.cuda.program import CudaPlan
 from convgrad_service.plans.cuda.works import ConvWork
 from tests.perf.bench_gpu import TOLERANCE, Bench, outputs_of
 from tests.perf.fit_dense import BUFFERS
-from tests.perf.gpu_layers import cases_of, problem_of
+from tests.perf.gpu_layers import cases_of
+from tests.perf.layer_problems import problem_of
 from tests.perf.random_layers import random_layers
 
 SUITE = Path(__file__).resolve().parent / "suite" / "networks.json"

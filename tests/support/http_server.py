@@ -24,7 +24,7 @@ from convgrad.wire import safetensors
 from convgrad_service.backends.base import ServingBackend
 from convgrad_service.engine.hub import Hub
 from convgrad_service.engine.pipeline import Pipeline
-from convgrad_service.server.embedded_app import create_app
+from convgrad_service.server.composition import create_app
 from convgrad_service.server.http_server import ConvgradServer, listening_socket
 from convgrad_service.server.settings import Settings
 

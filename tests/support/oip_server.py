@@ -14,7 +14,7 @@ import uvloop
 from convgrad_service.backends.base import ServingBackend
 from convgrad_service.engine.pipeline import Pipeline
 from convgrad_service.grpc_api.server import GrpcServer
-from convgrad_service.server.embedded_app import create_app
+from convgrad_service.server.composition import create_app
 from convgrad_service.server.http_server import ConvgradServer, listening_socket
 from convgrad_service.server.settings import Settings
 

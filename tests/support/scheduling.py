@@ -5,15 +5,19 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from convgrad_service.engine.memory.tensor_layout import PackedTensorLayout
-from convgrad_service.engine.scheduling.cost_model import CostModel
+import numpy as np
+
+from convgrad.contract import OPERATIONS, validate
+from convgrad_service.backends.base import Vitals
+from convgrad_service.engine.memory.tensor_layout import TensorLayout, tensor_layout_of
 from convgrad_service.engine.scheduling.partition import JobResult
-from convgrad_service.engine.scheduling.scheduler import Scheduler
+from convgrad_service.engine.scheduling.scheduler import CostModel, Scheduler
 from convgrad_service.engine.scheduling.task import Task
 from convgrad_service.engine.workers.execute import Job
+from convgrad_service.problems import problem_from
 
 DONE = JobResult("kernel", 0.0, 1, 0, 0.0, 0.0)
 
@@ -27,6 +31,7 @@ class Recorder:
     cancelled: list[Task] = field(default_factory=list)
     device: int = 0
     used: int = 0
+    vitals: Vitals = field(default_factory=Vitals)
 
     def start(self, task: Task) -> None:
         self.held.append(task)
@@ -37,9 +42,19 @@ class Recorder:
     def has_used(self, job: Job) -> int:
         return self.used if job.regions else 0
 
+    async def probe(self, handle: bytes, size_bytes: int) -> None:
+        raise NotImplementedError("it has no device")
+
+
+def pooling(width: int = 2, shared: tuple[str, ...] = ()) -> TensorLayout:
+    """Lay out a small problem, another one for each ``width``."""
+    fields = {"input": np.zeros((1, 1, 2, width), np.float32), "kernel_size": 1}
+    request = validate(OPERATIONS["maxpool2d_fwd"].request, fields)
+    return tensor_layout_of(problem_from("maxpool2d_fwd", request), shared)
+
 
 def job(cost: int = 1) -> Job:
-    return Job(PackedTensorLayout(b"", cost), 0)
+    return Job(replace(pooling(), cost=cost), 0)
 
 
 def known_pace(units_per_s: float) -> CostModel:

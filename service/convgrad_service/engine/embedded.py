@@ -11,7 +11,7 @@ import threading
 from concurrent.futures import Future
 
 from convgrad.errors import ServiceError
-from convgrad_service.backends.base import ServingBackend
+from convgrad_service.backends.base import ServingBackend, Vitals
 from convgrad_service.engine.hub import Hub
 from convgrad_service.engine.memory.arena import Arena
 from convgrad_service.engine.options import EngineOptions
@@ -35,9 +35,7 @@ def embedded_hub(backend: ServingBackend, options: EngineOptions) -> Hub:
     scheduler = Scheduler(options.max_queue, large_s=options.large_s)
     hub = Hub(arena, scheduler, options, backend=backend.name)
     hub.fault = lambda: backend.fault
-    hub.vitals = lambda: {0: backend.vitals()}
     worker = ThreadWorker(backend, arena, hub.regions, options.slots or _SLOTS, scheduler)
-    hub.workers = lambda: {0: worker}
     scheduler.add(worker)
     hub.on_close.append(worker.close)
     return hub
@@ -67,6 +65,10 @@ class ThreadWorker:
             # Daemons: a kernel that ignores its cancellation must not keep the process alive.
             threading.Thread(target=self._serve, name=f"compute-{index}", daemon=True).start()
 
+    @property
+    def vitals(self) -> Vitals:
+        return self._backend.vitals()
+
     def start(self, task: Task) -> None:
         self._cancelled[task] = threading.Event()
         self._tasks.put((task, self._cancelled[task], asyncio.get_running_loop()))
@@ -81,7 +83,6 @@ class ThreadWorker:
         return 0  # there is no other worker to choose
 
     async def probe(self, handle: bytes, size_bytes: int) -> None:
-        """See `ProcessWorker.probe`."""
         self._backend.open_handle(handle, size_bytes).close()
 
     def close(self) -> None:
@@ -97,7 +98,7 @@ class ThreadWorker:
             compiling: Future[None] | None = None
             try:
                 job = task.job
-                compiling = compile_ahead(self._backend, job.layout.unpack(), task.part)
+                compiling = compile_ahead(self._backend, job.layout, task.part)
                 for number in (each.region for each in job.regions):
                     handle, end = self._regions.extent(number)
                     if handle is not None:

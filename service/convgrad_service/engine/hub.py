@@ -13,14 +13,12 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
 
 from convgrad.errors import InvalidProblem, ServiceError
-from convgrad_service.backends.base import Vitals
 from convgrad_service.engine.memory.arena import Arena, FreeList
 from convgrad_service.engine.memory.lease import Lease, LeasePool
 from convgrad_service.engine.options import SMALL_REQUEST_BYTES, EngineOptions
 from convgrad_service.engine.scheduling.partition import JobResult, OnPartDone
 from convgrad_service.engine.scheduling.quotas import Caller, Quotas, Ticket
 from convgrad_service.engine.scheduling.scheduler import Scheduler
-from convgrad_service.engine.scheduling.task import Prober
 from convgrad_service.engine.shm.registry import RegionInfo, RegionPart, RegionRegistry
 from convgrad_service.engine.shm.stored import TensorStore
 from convgrad_service.engine.status import Status
@@ -189,8 +187,6 @@ class Hub:
         """Returns all metrics in Prometheus' text format."""
         self.quotas = Quotas()
         self.submissions = Submissions()
-        self.vitals: Callable[[], Mapping[int, Vitals]] = dict
-        self.workers: Callable[[], Mapping[int, Prober]] = dict
         self.fault: Callable[[], str | None] = lambda: None
         self.dead: str | None = None
         self.regions = RegionRegistry(options.max_regions)
@@ -362,10 +358,10 @@ class Hub:
     async def register_region(self, owner: str, info: RegionInfo) -> None:
         """Register a region; device memory is refused if the device's worker cannot open it.
 
-        Raises as `RegionRegistry.register` and `ProcessWorker.probe`.
+        Raises as `RegionRegistry.register` and `Worker.probe`.
         """
         if info.device is not None:
-            workers = self.workers()
+            workers = self.scheduler.by_device
             if info.device not in workers:
                 raise InvalidProblem(
                     f"device_id is {info.device}; the devices that work here are "

@@ -114,7 +114,7 @@ class Pipeline:
             lambda: _AHEAD + 2 * engine.slots if not self.draining else _ROOM_WHILE_DRAINING,
             engine.report_line,
         )
-        self._prepared: OrderedDict[tuple[str, Hashable], PreparedRequest] = OrderedDict()
+        self._prepared: OrderedDict[tuple[str, Hashable | None], PreparedRequest] = OrderedDict()
         self._codecs = ThreadPoolExecutor(codec_threads, thread_name_prefix="codec")
 
     @property
@@ -256,17 +256,24 @@ class Pipeline:
 
         The caller must `end` the execution. Raises as `run`.
         """
-        to_store: Parts = {}
+        operation, to_store = request.operation, dict[str, RegionPart]()
+        assert operation is not None  # noqa: S101 - its head has been read
+        entry = operation.name, key
         try:
             with request.timings.stage("decode"):
-                prepared = None if key is None else self._cached(request, key)
-                if prepared is None:
+                prepared = self._prepared.get(entry)
+                if prepared is not None:
+                    self._prepared.move_to_end(entry)
+                else:
                     decoded = await self.in_thread(decode, body_lease, inline=inline)
                     fields, regions = decoded.fields, decoded.regions
                     if uses_stored := "stored" in fields:
-                        fields, regions = await self._find_stored(request, fields, regions)
+                        named = stored_fields(operation, fields)
+                        fields, regions = await self._find_stored(request, named, fields, regions)
                     validated, problem = await self.in_thread(
-                        lambda: self._validate(request, fields, decoded), body_lease, inline=inline
+                        lambda: self._validate(operation, fields, decoded),
+                        body_lease,
+                        inline=inline,
                     )
                     if validated.store:
                         specs = outputs_to_store(validated, problem_size(problem), regions)
@@ -277,7 +284,9 @@ class Pipeline:
                         regions = {**regions, **outputs}
                     prepared = _prepared(validated, problem, regions, decoded)
                     if key is not None and decoded.repeatable and not (uses_stored or to_store):
-                        prepared = self._cache(request, key, prepared)
+                        prepared = self._prepared[entry] = prepared._replace(templates={})
+                        if len(self._prepared) > _MAX_PREPARED:
+                            self._prepared.popitem(last=False)
                 _apply_timeout(request, prepared.timeout_s)
             lease = await self._lease(request, prepared, ticket)
         except BaseException:
@@ -313,30 +322,11 @@ class Pipeline:
         self.draining = True
         self._codecs.shutdown(wait=False, cancel_futures=True)
 
-    def _cached(self, request: ComputeRequest, key: Hashable) -> PreparedRequest | None:
-        assert request.operation is not None  # noqa: S101 - its head has been read
-        entry = request.operation.name, key
-        prepared = self._prepared.get(entry)
-        if prepared is not None:
-            self._prepared.move_to_end(entry)
-        return prepared
-
-    def _cache(
-        self, request: ComputeRequest, key: Hashable, prepared: PreparedRequest
-    ) -> PreparedRequest:
-        assert request.operation is not None  # noqa: S101 - its head has been read
-        cached = prepared._replace(templates={})
-        self._prepared[request.operation.name, key] = cached
-        if len(self._prepared) > _MAX_PREPARED:
-            self._prepared.popitem(last=False)
-        return cached
-
     def _validate(
-        self, request: ComputeRequest, fields: Fields, decoded: Decoded
+        self, operation: Operation, fields: Fields, decoded: Decoded
     ) -> tuple[Request, Problem]:
-        assert request.operation is not None  # noqa: S101 - its head has been read
-        validated = validate(request.operation.request, fields)
-        problem = problem_from(request.operation.name, validated)
+        validated = validate(operation.request, fields)
+        problem = problem_from(operation.name, validated)
         for computed in problem.computes:
             self.limits.check(problem_size(computed))
         if decoded.refuse is not None:
@@ -344,11 +334,9 @@ class Pipeline:
         return validated, problem
 
     async def _find_stored(
-        self, request: ComputeRequest, fields: Fields, regions: Parts
+        self, request: ComputeRequest, named: Mapping[str, str], fields: Fields, regions: Parts
     ) -> tuple[Fields, Parts]:
-        """Add the stored tensors that a request names to its fields, as blanks, and regions."""
-        assert request.operation is not None  # noqa: S101 - its head has been read
-        named = stored_fields(request.operation, fields)
+        """Add the stored tensors that fields name to the fields, as blanks, and regions."""
         found = await call_hub(self.engine, TensorStore.find, request.owner, list(named.values()))
         blanks = {
             field: blank(found[name].spec.shape, found[name].spec.dtype, name=field)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from convgrad_service.backends.base import ServingBackend
 from convgrad_service.backends.cpu import CpuBackend
@@ -22,10 +22,13 @@ from convgrad_service.server.metrics import add_metrics
 from convgrad_service.server.settings import Settings
 from convgrad_service.server.warm_up import warm_up
 
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
 __all__ = [
     "MemoryBudget",
     "backend_of",
-    "embedded_pipeline",
+    "create_app",
     "engine_options",
     "freeze_startup_objects",
     "memory_budget",
@@ -169,8 +172,16 @@ def pipeline_on(engine: Engine, settings: Settings) -> Pipeline:
     )
 
 
-def embedded_pipeline(settings: Settings, backend: ServingBackend | None = None) -> Pipeline:
-    """Make a pipeline with its own engine in this process."""
+def create_app(settings: Settings | None = None, backend: ServingBackend | None = None) -> FastAPI:
+    """Make an ASGI application with its own engine in this process.
+
+    ``settings`` default to the environment's, ``backend`` to the one that they name. The pipeline
+    is at ``app.state.pipeline``, for other transports and for tests.
+    """
+    # Not above: workers import this module, and none of FastAPI.
+    from convgrad_service.http_api.app import app_on
+
+    settings = settings or Settings()
     hub = embedded_hub(backend or backend_of(settings), engine_options(settings))
     add_metrics(hub)
-    return pipeline_on(hub, settings)
+    return app_on(pipeline_on(hub, settings), settings, hub.close)

@@ -13,7 +13,7 @@ import socket
 from collections import deque
 from collections.abc import Callable
 
-__all__ = ["Acceptor", "ConnectionDispatcher", "receive_connections"]
+__all__ = ["ConnectionDispatcher", "ConnectionSource"]
 
 _log = logging.getLogger("convgrad.serve")
 _BACKLOG = 2048
@@ -29,36 +29,42 @@ ConnectionHandler = Callable[[socket.socket], bool]
 """Takes ownership of a connection; returns False if it refused it."""
 
 
-class Acceptor:
-    """Accepts connections from a bound socket while it is open. Use on the event loop's thread."""
+class ConnectionSource:
+    """Passes connections to a handler while it is open. Use on the event loop's thread.
 
-    def __init__(self, listening: socket.socket, handler: ConnectionHandler) -> None:
-        self._listening, self._handler = listening, handler
+    They are accepted from a listening socket, or received over the SOCK_SEQPACKET socket through
+    which the hub dispatches them, a message each.
+    """
+
+    def __init__(self, source: socket.socket, handler: ConnectionHandler) -> None:
+        self._source, self._handler = source, handler
         self._loop = asyncio.get_running_loop()
         self._is_open = self._is_reading = False
         self._next_log_s = 0.0
+        self._take = _received if source.type == socket.SOCK_SEQPACKET else _accepted
 
     def open(self) -> None:
-        """Listen and accept."""
+        """Listen, if that is needed, and pass connections on."""
         if not self._is_open:
             self._is_open = True
-            self._listening.listen(_BACKLOG)
-            self._listening.setblocking(False)
+            if self._take is _accepted:
+                self._source.listen(_BACKLOG)
+            self._source.setblocking(False)
             self._start_reading()
 
     def close(self) -> None:
-        """Stop accepting; new connections wait in the backlog."""
+        """Stop; new connections wait in the backlog."""
         self._is_open = False
         self._stop_reading()
 
     def _start_reading(self) -> None:
         if self._is_open and not self._is_reading:
-            self._loop.add_reader(self._listening.fileno(), self._accept)
+            self._loop.add_reader(self._source.fileno(), self._read)
             self._is_reading = True
 
     def _stop_reading(self) -> None:
         if self._is_reading:
-            self._loop.remove_reader(self._listening.fileno())
+            self._loop.remove_reader(self._source.fileno())
             self._is_reading = False
 
     def _pause(self, pause_s: float) -> None:
@@ -71,19 +77,34 @@ class Acceptor:
             self._next_log_s = now_s + _ERROR_LOG_INTERVAL_S
             _log.error("connections cannot be accepted: %s", error)
 
-    def _accept(self) -> None:
+    def _read(self) -> None:
         for _ in range(_BATCH):
             try:
-                connection, _ = self._listening.accept()
+                connection = self._take(self._source)
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except EOFError:  # the hub has closed its side
+                self.close()
                 return
             except OSError as error:
                 self._log_error(error)
                 self._pause(_ERROR_PAUSE_S)
                 return
-            if not self._handler(connection):
+            if connection is not None and not self._handler(connection):
                 self._pause(_REFUSED_PAUSE_S)
                 return
+
+
+def _accepted(listening: socket.socket) -> socket.socket | None:
+    return listening.accept()[0]
+
+
+def _received(channel: socket.socket) -> socket.socket | None:
+    """Receive a connection; None if this process has no descriptor for it."""
+    message, descriptors, _, _ = socket.recv_fds(channel, 1, 1)
+    if not message:
+        raise EOFError
+    return socket.socket(fileno=descriptors[0]) if descriptors else None
 
 
 class ConnectionDispatcher:
@@ -93,14 +114,14 @@ class ConnectionDispatcher:
     """
 
     def __init__(self, listening: socket.socket) -> None:
-        self._acceptor = Acceptor(listening, self._dispatch)
+        self._source = ConnectionSource(listening, self._dispatch)
         self._receivers: deque[socket.socket] = deque()
 
     def add(self, receiver: socket.socket) -> None:
         """Add a receiving process: this side of its SOCK_SEQPACKET socket pair."""
         receiver.setblocking(False)
         self._receivers.append(receiver)
-        self._acceptor.open()
+        self._source.open()
 
     def remove(self, receiver: socket.socket) -> None:
         """Remove a receiving process and close its socket."""
@@ -108,7 +129,7 @@ class ConnectionDispatcher:
             self._receivers.remove(receiver)
         receiver.close()
         if not self._receivers:
-            self._acceptor.close()
+            self._source.close()
 
     def _dispatch(self, connection: socket.socket) -> bool:
         """Pass a connection to the next receiver that takes it, or else close it."""
@@ -122,29 +143,3 @@ class ConnectionDispatcher:
                     continue  # the process has ended, or does not read, with too many on the way
                 return True
         return False
-
-
-def receive_connections(channel: socket.socket, handler: ConnectionHandler) -> None:
-    """Call ``handler``, on the running event loop, with each connection received on ``channel``."""
-    loop = asyncio.get_running_loop()
-    channel.setblocking(False)
-
-    def start_reading() -> None:
-        loop.add_reader(channel.fileno(), readable)
-
-    def readable() -> None:
-        for _ in range(_BATCH):
-            try:
-                message, descriptors, _, _ = socket.recv_fds(channel, 1, 1)
-            except (BlockingIOError, InterruptedError):
-                return
-            if not message:  # the hub has closed its side
-                loop.remove_reader(channel.fileno())
-                return
-            for descriptor in descriptors:
-                if not handler(socket.socket(fileno=descriptor)):
-                    loop.remove_reader(channel.fileno())
-                    loop.call_later(_REFUSED_PAUSE_S, start_reading)
-                    return
-
-    start_reading()

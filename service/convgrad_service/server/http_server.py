@@ -14,7 +14,7 @@ from fastapi import FastAPI
 
 from convgrad_service.engine.pipeline import Pipeline
 from convgrad_service.http_api.protocol import GuardedProtocol, guarded_protocol
-from convgrad_service.server.connection_dispatcher import Acceptor, receive_connections
+from convgrad_service.server.connection_dispatcher import ConnectionSource
 from convgrad_service.server.settings import Settings
 from convgrad_service.server.tls import server_context
 
@@ -26,9 +26,9 @@ _log = logging.getLogger("convgrad.server")
 class ConvgradServer(uvicorn.Server):
     """Serves ``app`` until `should_exit` is set, then lets running requests finish.
 
-    Connections come from the sockets passed to `serve`, or from another process over
-    ``dispatched`` (see `connection_dispatcher`). They are accepted here and not by uvicorn, so that
-    connections in their TLS handshake count towards ``max_connections``.
+    Connections come from the sockets passed to `serve` (see `ConnectionSource`). They are accepted
+    here and not by uvicorn, so that connections in their TLS handshake count towards
+    ``max_connections``.
 
     While requests finish, the server still listens: ``/v2/health/ready`` fails and new work is
     refused, so that load balancers can notice.
@@ -46,8 +46,7 @@ class ConvgradServer(uvicorn.Server):
         app: FastAPI,
         settings: Settings,
         *,
-        on_listening: Callable[[int], None] | None = None,
-        dispatched: socket.socket | None = None,
+        on_listening: Callable[[int], None] = lambda _: None,
         tls: bool = True,
     ) -> None:
         context = server_context(settings, "http/1.1") if tls else None
@@ -70,8 +69,8 @@ class ConvgradServer(uvicorn.Server):
             )
         )
         self._pipeline: Pipeline = app.state.pipeline
-        self._on_listening, self._dispatched = on_listening, dispatched
-        self._acceptors: list[Acceptor] = []
+        self._on_listening = on_listening
+        self._sources: list[ConnectionSource] = []
         self._handshakes: set[asyncio.Task[object]] = set()
         self._settings = settings
         self._drain_deadline_s: float | None = None
@@ -79,20 +78,16 @@ class ConvgradServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start accepting connections."""
         await super().startup([])
-        if self._dispatched is not None:
-            receive_connections(self._dispatched, self._serve_connection)
-            if self._on_listening is not None:
-                self._on_listening(0)
-        for listening in sockets or []:
-            self._acceptors.append(Acceptor(listening, self._serve_connection))
-            self._acceptors[-1].open()
-            if self._on_listening is not None:
-                self._on_listening(listening.getsockname()[1])
+        for source in sockets or []:
+            self._sources.append(ConnectionSource(source, self._serve_connection))
+            self._sources[-1].open()
+            dispatched = source.type == socket.SOCK_SEQPACKET
+            self._on_listening(0 if dispatched else source.getsockname()[1])
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop accepting connections, and close those that are open."""
-        for acceptor in self._acceptors:
-            acceptor.close()
+        for source in self._sources:
+            source.close()
         for handshake in self._handshakes:
             handshake.cancel()
         await super().shutdown(sockets)

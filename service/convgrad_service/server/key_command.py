@@ -87,11 +87,14 @@ def _store(line: str, name: str, file: Path | None, *, another: bool) -> None:
         print(line, file=sys.stderr)
         return
     existing = read_keys(file) if file.exists() else {}
+    # An editor may have left the last line without its end.
+    text = file.read_bytes() if file.exists() else b""
+    start = "" if text.endswith(b"\n") or not text else "\n"
     if not another and name in {key.caller.name for key in existing.values()}:
         raise KeysError(
             f"{file} has a key named {name}; expected another name, or --another to replace it"
         )
     # Created with mode 0600.
     with os.fdopen(os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "a") as out:
-        out.write(line + "\n")
+        out.write(f"{start}{line}\n")
     read_keys(file)

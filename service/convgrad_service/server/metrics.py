@@ -10,12 +10,13 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from prometheus_client import ProcessCollector
 
 from convgrad_service.engine.hub import Hub
 from convgrad_service.engine.scheduling.quotas import Usage
-from convgrad_service.engine.telemetry.metrics import Metrics, TritonMetrics
+from convgrad_service.engine.telemetry.metrics import Metrics, triton_exposition
 
 __all__ = ["add_connection_metrics", "add_metrics", "add_process_metrics"]
 
@@ -34,20 +35,12 @@ def add_metrics(hub: Hub) -> Metrics:
     gauge("workers", "Workers that accept problems.", lambda: schedule.workers)
     total("workers_lost", "Workers that have died.", lambda: schedule.deaths)
     gauge("front_ends_missing", "Front ends that are not serving.", lambda: len(children.missing))
-    for name, text, counts in (
-        ("children_ended", "Child processes that exited unexpectedly.", children.ended),
-        (
-            "children_hung",
-            "Of those, processes killed because they sent no heartbeats or made no progress.",
-            children.hung,
-        ),
-        (
-            "child_start_failures",
-            "Failed attempts to start a child process; each is retried.",
-            children.failed_starts,
-        ),
-    ):
-        total(name, text, partial(dict, counts), "name")
+    ended, hung, failed = children.ended, children.hung, children.failed_starts
+    total("children_ended", "Child processes that exited unexpectedly.", lambda: ended, "name")
+    text = "Of those, processes killed because they sent no heartbeats or made no progress."
+    total("children_hung", text, lambda: hung, "name")
+    text = "Failed attempts to start a child process; each is retried."
+    total("child_start_failures", text, lambda: failed, "name")
     gauge(
         "inflight_bytes",
         "Memory held by the tensors of requests in flight.",
@@ -62,8 +55,9 @@ def add_metrics(hub: Hub) -> Metrics:
     _add_key_metrics(metrics, hub)
     _add_device_metrics(metrics, hub)
     gauge("threads", "Threads of the process.", threading.active_count)
-    triton = TritonMetrics(hub.requests.statistics, lambda: float(schedule.waiting))
-    metrics.more.append(triton.exposition)
+    metrics.more.append(
+        lambda: triton_exposition(hub.requests.statistics(), float(schedule.waiting))
+    )
     hub.metrics = metrics.exposition
     return metrics
 
@@ -100,39 +94,28 @@ def _add_key_metrics(metrics: Metrics, hub: Hub) -> None:
 def _add_device_metrics(metrics: Metrics, hub: Hub) -> None:
     """Add what the workers report about their devices."""
 
-    def each(field: str) -> Mapping[str, float]:
-        return {str(index): getattr(vitals, field) for index, vitals in hub.vitals().items()}
+    def each(field: str) -> Mapping[str, Any]:
+        workers = hub.scheduler.by_device.items()
+        return {str(index): getattr(worker.vitals, field) for index, worker in workers}
 
     # The UUID joins these series with those of NVIDIA's DCGM exporter.
     metrics.gauge(
         "device_info",
         "Always 1; uuid is the GPU's, empty for the CPU.",
-        lambda: {(str(index), vitals.uuid): 1.0 for index, vitals in hub.vitals().items()},
+        lambda: dict.fromkeys(each("uuid").items(), 1.0),
         *("device", "uuid"),
     )
-    for add, name, text, field in (
-        (
-            metrics.gauge,
-            "device_memory_used_bytes",
-            "Memory of a device in use by any process.",
-            "memory_used_bytes",
-        ),
-        (metrics.gauge, "device_memory_total_bytes", "Memory of a device.", "memory_total_bytes"),
-        (
-            metrics.total,
-            "kernel_cache_hits",
-            "Kernels found in the cache on first use.",
-            "kernels_found",
-        ),
-        (
-            metrics.total,
-            "kernel_cache_misses",
-            "Kernels compiled on first use.",
-            "kernels_compiled",
-        ),
-        (metrics.total, "kernel_compile_seconds", "Time spent compiling kernels.", "compile_s"),
+    gauge, total = metrics.gauge, metrics.total
+    used, whole = partial(each, "memory_used_bytes"), partial(each, "memory_total_bytes")
+    text = "Memory of a device in use by any process."
+    gauge("device_memory_used_bytes", text, used, "device")
+    gauge("device_memory_total_bytes", "Memory of a device.", whole, "device")
+    for name, text, field in (
+        ("kernel_cache_hits", "Kernels found in the cache on first use.", "kernels_found"),
+        ("kernel_cache_misses", "Kernels compiled on first use.", "kernels_compiled"),
+        ("kernel_compile_seconds", "Time spent compiling kernels.", "compile_s"),
     ):
-        add(name, text, partial(each, field), "device")
+        total(name, text, partial(each, field), "device")
 
 
 def add_process_metrics(metrics: Metrics, processes: Callable[[], Mapping[str, int]]) -> None:
@@ -147,27 +130,15 @@ def add_process_metrics(metrics: Metrics, processes: Callable[[], Mapping[str, i
             if found.name == family
         }
 
-    for add, name, text, family in (
-        (
-            metrics.total,
-            "process_cpu_seconds",
-            "CPU time of each of the server's processes.",
-            "process_cpu_seconds",
-        ),
-        (
-            metrics.gauge,
-            "process_resident_bytes",
-            "Resident memory of each process, shared memory included.",
-            "process_resident_memory_bytes",
-        ),
-        (
-            metrics.gauge,
-            "process_open_files",
-            "Open file descriptors of each process.",
-            "process_open_fds",
-        ),
-    ):
-        add(name, text, partial(each, family), "process")
+    read = partial(each, "process_cpu_seconds")
+    text = "CPU time of each of the server's processes."
+    metrics.total("process_cpu_seconds", text, read, "process")
+    read = partial(each, "process_resident_memory_bytes")
+    text = "Resident memory of each process, shared memory included."
+    metrics.gauge("process_resident_bytes", text, read, "process")
+    read = partial(each, "process_open_fds")
+    text = "Open file descriptors of each process."
+    metrics.gauge("process_open_files", text, read, "process")
 
 
 def add_connection_metrics(metrics: Metrics, ports: Mapping[str, int]) -> None:

@@ -25,7 +25,6 @@ from typing import Any
 from convgrad_service.engine.hub import Hub
 from convgrad_service.engine.ipc.channel import MAX_MISSED
 from convgrad_service.engine.ipc.frontend import FrontEnd
-from convgrad_service.engine.ipc.messages import Listening
 from convgrad_service.engine.memory.arena import Arena
 from convgrad_service.engine.scheduling.scheduler import Scheduler
 from convgrad_service.engine.telemetry.metrics import Metrics
@@ -39,7 +38,6 @@ from convgrad_service.server.composition import (
 )
 from convgrad_service.server.connection_dispatcher import ConnectionDispatcher
 from convgrad_service.server.front_ends import (
-    FrontStart,
     Serve,
     front_main,
     serve_grpc,
@@ -87,7 +85,7 @@ class ProcessTree:
         self._fronts: dict[FrontEnd, tuple[str, subprocess.Popen[bytes]]] = {}
         # Tasks of the front ends, in processes of their own or here; and of all that serve here.
         self._front_tasks: list[asyncio.Task[None]] = []
-        self._local_tasks: list[asyncio.Task[None]] = []
+        self.local_tasks: list[asyncio.Task[None]] = []
         self._watchdog: asyncio.Task[None] | None = None
         self._stop_front_ends = asyncio.Event()
         self._stop_management = asyncio.Event()
@@ -126,7 +124,7 @@ class ProcessTree:
         ports = {"http": self._listening.getsockname()[1], "grpc": grpc_port}
         if management is not None:
             # Stopped last, so that health and metrics are available while requests finish.
-            serve = partial(serve_http, listening=management, management=True)
+            serve = partial(serve_http, source=management, management=True)
             self.management_port = await self._serve_locally(serve, self._stop_management)
             ports["management"] = self.management_port
         add_connection_metrics(self._metrics, ports)
@@ -141,8 +139,8 @@ class ProcessTree:
             self._add_metrics()
             stop = self._stop_front_ends
             grpc_port = await self._serve_locally(serve_grpc, stop)
-            await self._serve_locally(partial(serve_http, listening=self._listening), stop)
-            self._front_tasks += self._local_tasks
+            await self._serve_locally(partial(serve_http, source=self._listening), stop)
+            self._front_tasks += self.local_tasks
             return grpc_port
         grpc = self._start_front("convgrad-grpc", serve_grpc, None)
         dispatcher = ConnectionDispatcher(self._listening)
@@ -170,18 +168,16 @@ class ProcessTree:
             grace_s = self._settings.shutdown_grace_s + _EXTRA_GRACE_S
             await asyncio.wait(self._front_tasks, timeout=grace_s)
         self._stop_management.set()
-        if self._local_tasks:
-            await asyncio.wait(self._local_tasks, timeout=_EXTRA_GRACE_S)
+        if self.local_tasks:
+            await asyncio.wait(self.local_tasks, timeout=_EXTRA_GRACE_S)
         await self.kill()
 
     async def kill(self) -> None:
         """End all processes immediately."""
         self.hub.draining = True
-        for task in (*self._local_tasks, self._watchdog):
+        for task in (*self.local_tasks, *self._front_tasks, self._watchdog):
             if task is not None:
                 task.cancel()
-        for process in self.front_processes:
-            process.kill()
         await asyncio.gather(*self._front_tasks, return_exceptions=True)
         self.hub.close()
         await self.supervisor.stop()
@@ -204,7 +200,7 @@ class ProcessTree:
         """Serve in this process until ``stop`` is set; return the port once it listens."""
         port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         serving = asyncio.ensure_future(serve(self.hub, self._settings, port.set_result, stop))
-        self._local_tasks.append(serving)
+        self.local_tasks.append(serving)
         either: set[asyncio.Future[Any]] = {port, serving}
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if not port.done():
@@ -234,16 +230,16 @@ class ProcessTree:
         """Run a front end, and restart it when it ends, until the server drains."""
         backoff, children = Backoff(), self.hub.children
 
-        def on_listening(message: Listening) -> None:
-            if message.failure is None:
+        def on_listening(number: int, failure: str | None) -> None:
+            if failure is None:
                 backoff.succeeded()
                 children.serves(name)
             if port.done():
                 return
-            if message.failure is None:
-                port.set_result(message.port)
+            if failure is None:
+                port.set_result(number)
             else:
-                port.set_exception(CannotListen(message.failure))
+                port.set_exception(CannotListen(failure))
 
         while not self.hub.draining:
             try:
@@ -268,9 +264,8 @@ class ProcessTree:
         while True:
             await asyncio.sleep(beat_s)
             for front, (name, process) in self._fronts.items():
-                if front.is_silent():
-                    timeout_s = self._settings.heartbeat_timeout_s
-                    _log.error("killing %s: no heartbeat for %g s", name, timeout_s)
+                if (why := front.check(beat_s)) is not None:
+                    _log.error("killing %s: %s", name, why)
                     self.hub.children.hung[name] += 1
                     process.kill()
 
@@ -279,32 +274,27 @@ class ProcessTree:
         name: str,
         serve: Serve,
         dispatcher: ConnectionDispatcher | None,
-        on_listening: Callable[[Listening], None],
+        on_listening: Callable[[int, str | None], None],
     ) -> int:
         """Start a front end's process, serve its messages until it ends, return its exit status.
 
         Raises OSError if the process cannot be started.
         """
         arena = self.hub.arena.descriptor
-        with self.supervisor.reserve.spent(), contextlib.ExitStack() as close_on_error:
-            with contextlib.ExitStack() as close_after_spawn:
-                ours, theirs = [], []
+        with self.supervisor.reserve.spent():
+            process, (channel, connections) = spawn(
+                name,
+                front_main,
+                *(self._settings, serve, self._inline_backend, arena),
+                descriptors=[arena],
                 # SOCK_SEQPACKET keeps messages apart: each is one connection.
-                for kind in (socket.SOCK_STREAM, socket.SOCK_SEQPACKET):
-                    end, other = socket.socketpair(socket.AF_UNIX, kind)
-                    ours.append(close_on_error.enter_context(end))
-                    theirs.append(close_after_spawn.enter_context(other).fileno())
-                channel, connections = ours
-                start = FrontStart(
-                    serve, self._settings, arena, theirs[0], theirs[1], self._inline_backend
-                )
-                process = spawn(name, front_main, start, descriptors=[arena, *theirs])
-            close_on_error.pop_all()
+                sockets=[socket.SOCK_STREAM, socket.SOCK_SEQPACKET],
+            )
 
-        def listens(message: Listening) -> None:
+        def listens(port: int, failure: str | None) -> None:
             if dispatcher is not None:
                 dispatcher.add(connections)
-            on_listening(message)
+            on_listening(port, failure)
 
         front = FrontEnd(self.hub, on_listening=listens)
         self._fronts[front] = name, process
@@ -338,7 +328,11 @@ async def run_until_signalled(tree: ProcessTree, started: Callable[[int], None])
             port = starting.result()
             freeze_startup_objects()
             started(port)
-            await first
+            await asyncio.wait({first, *tree.local_tasks}, return_when=asyncio.FIRST_COMPLETED)
+            if not first.done():
+                # Better no process than one that lives and serves nothing.
+                await asyncio.gather(*(task for task in tree.local_tasks if task.done()))
+                raise RuntimeError("a front end has ended")
             stopping = asyncio.ensure_future(tree.stop())
             second = asyncio.ensure_future(signals.get())
             await asyncio.wait({stopping, second}, return_when=asyncio.FIRST_COMPLETED)

@@ -28,8 +28,7 @@ from convgrad.errors import DeviceUnavailable, ServiceError
 from convgrad_service.backends.base import Outcome
 from convgrad_service.backends.spread import Spread
 from convgrad_service.problems import Problem
-from convgrad_service.server.composition import backend_of
-from convgrad_service.server.embedded_app import create_app
+from convgrad_service.server.composition import backend_of, create_app
 from convgrad_service.server.ray_grpc import METHODS, Answer, GrpcIngress
 from convgrad_service.server.ray_options import Options
 from convgrad_service.server.settings import Settings

@@ -34,9 +34,11 @@ _SERVICE_VARIABLE = re.compile(
 _KiB, _MiB, _GiB = 2**10, 2**20, 2**30
 # Positive, because a limit of zero would refuse every request.
 _Bytes = Annotated[ByteSize, Field(gt=0, json_schema_extra={"unit": "bytes"})]
-_Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False, json_schema_extra={"unit": "s"})]
-_Flops = Annotated[float, Field(gt=0, allow_inf_nan=False, json_schema_extra={"unit": "FLOP"})]
+_Number = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_Seconds = Annotated[_Number, Field(json_schema_extra={"unit": "s"})]
+_Flops = Annotated[_Number, Field(json_schema_extra={"unit": "FLOP"})]
 _Count = Annotated[int, Field(gt=0, json_schema_extra={"unit": "count"})]
+_Port = Annotated[int, Field(ge=0, le=65535)]
 
 
 class Settings(BaseSettings):
@@ -65,20 +67,15 @@ class Settings(BaseSettings):
         min_length=1,
         description="Address to listen on. The default is reachable from this machine only.",
     )
-    http_port: int = Field(
-        default=8000,
-        ge=0,
-        le=65535,
-        description="Port to listen on; 0 lets the system choose a free one.",
+    http_port: _Port = Field(
+        default=8000, description="Port to listen on; 0 lets the system choose a free one."
     )
-    grpc_port: int = Field(
+    grpc_port: _Port = Field(
         default=8001,
-        ge=0,
-        le=65535,
         description="Port to listen on for gRPC, on the same address; 0 lets the system choose a "
         "free one.",
     )
-    management_port: Annotated[int, Field(ge=0, le=65535)] | None = Field(
+    management_port: _Port | None = Field(
         default=None,
         description="Port, on the same address, that serves health and metrics over plain HTTP "
         "without a key, whatever the other ports require; 0 lets the system choose a free one. "
@@ -143,18 +140,15 @@ class Settings(BaseSettings):
         description="Maximum total size of the input and output tensors of an API key's requests "
         "in flight; unset means no limit.",
     )
-    key_max_requests_per_s: (
-        Annotated[float, Field(gt=0, allow_inf_nan=False, json_schema_extra={"unit": "/s"})] | None
-    ) = Field(
+    key_max_requests_per_s: _Number | None = Field(
         default=None,
+        json_schema_extra={"unit": "/s"},
         description="Maximum request rate per API key, with bursts of up to one second's worth; "
         "unset means no limit.",
     )
-    key_max_flops_per_s: (
-        Annotated[float, Field(gt=0, allow_inf_nan=False, json_schema_extra={"unit": "FLOP/s"})]
-        | None
-    ) = Field(
+    key_max_flops_per_s: _Number | None = Field(
         default=None,
+        json_schema_extra={"unit": "FLOP/s"},
         description="Maximum floating-point operations per second per API key, on average; a key "
         "over its budget is refused with 429 until enough time has passed. Unset means no limit.",
     )
@@ -274,7 +268,7 @@ class Settings(BaseSettings):
         default=8, description="Maximum number of timings waiting or running."
     )
     key_max_timings: _Count = Field(default=2, description="Same per API key.")
-    max_output_ratio: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
+    max_output_ratio: _Number = Field(
         default=1024.0,
         description="Maximum ratio of output to input bytes; 64 MiB of output are always allowed.",
     )
@@ -335,13 +329,14 @@ class Settings(BaseSettings):
         json_schema_extra={"unit": "s"},
         description="How long an idle connection is kept open.",
     )
-    drain_s: Annotated[float, Field(ge=0, allow_inf_nan=False, json_schema_extra={"unit": "s"})] = (
-        Field(
-            default=0.0,
-            description="How long the server keeps accepting requests after SIGINT or SIGTERM "
-            "while it reports not ready, so that load balancers stop sending requests first. "
-            "Choose it longer than a readiness probe takes to notice.",
-        )
+    drain_s: float = Field(
+        default=0.0,
+        ge=0,
+        allow_inf_nan=False,
+        json_schema_extra={"unit": "s"},
+        description="How long the server keeps accepting requests after SIGINT or SIGTERM while it "
+        "reports not ready, so that load balancers stop sending requests first. Choose it longer "
+        "than a readiness probe takes to notice.",
     )
     shutdown_grace_s: _Seconds = Field(
         default=30.0,

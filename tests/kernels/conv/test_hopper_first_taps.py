@@ -53,8 +53,8 @@ emulation = pytest.mark.skipif(not works_here(), reason="the emulator is written
 class Few(HopperFirstTaps):
     """The family with several rows of several images per block."""
 
-    def launches(self, work: ConvWork, device: CudaDevice, splits: int | None = None) -> Fragment:
-        return super().launches(work, device, splits or 3)
+    def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
+        return super().launches(replace(work, split_k=work.split_k or 3), device)
 
 
 def emulated() -> EmulatedBackend:

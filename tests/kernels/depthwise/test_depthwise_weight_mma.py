@@ -11,10 +11,12 @@ import pytest
 
 from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_mma import DepthwiseWeightMma
+from convgrad_service.plans.cuda.device import H200
 from tests.emulator.backend import EmulatedBackend, works_here
 from tests.support.kernels.depthwise_cases import compare, either_type, layer
 from tests.support.numerics.cases import FROM_CONV, Case
 from tests.support.numerics.nonfinite import check_rule
+from tests.support.numerics.reference import Padding
 
 pytestmark = pytest.mark.skipif(not works_here(), reason="the emulator is written for x86-64")
 
@@ -50,6 +52,15 @@ def emulated() -> EmulatedBackend:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_layers(emulated: EmulatedBackend, seed: int, case: Case, dtype: str, gate: str) -> None:
     compare(emulated, seed, case, dtype, gate)
+
+
+@pytest.mark.parametrize("padding", [3, ((3, 9), (3, 3))])
+def test_blocks_with_several_tiles(seed: int, padding: Padding) -> None:
+    """Copies of rows below the input, which a tile skips, end before the next tile's start."""
+    conv = layer(5, 16, (4, 150), (7, 7), 1, padding)
+    families = replace(FAMILIES, bwd_weight=[DepthwiseWeightMma()])
+    backend = EmulatedBackend(families, replace(H200, multiprocessors=1))
+    compare(backend, seed, FROM_CONV["grouped_conv_bwd_weight"]("tiles", conv), "bfloat16", "exact")
 
 
 @pytest.mark.parametrize("name", ["kernel_3", "stride_2", "dilated"])

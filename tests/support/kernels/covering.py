@@ -25,7 +25,7 @@ from tests.support.numerics.cases import FROM_CONV, Case
 from tests.support.numerics.classes import CLASSES
 from tests.support.numerics.strategies import zeros
 
-__all__ = ["Covered", "covering", "covering_quickly", "instances_of", "merged"]
+__all__ = ["Covered", "covering", "covering_quickly", "drawn_layer", "instances_of", "merged"]
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def covering(
         for dtype in dtypes:
             rng = Random(f"{name} {dtype}")
             for _ in range(draws):
-                case, layout = _drawn(name, dtype, rng)
+                case, layout = drawn_layer(name, dtype, rng)
                 new = frozenset(instances_of(case, dtype, layout, device, families)) - seen
                 if new:
                     seen.update(new)
@@ -71,7 +71,8 @@ def covering(
     return kept
 
 
-def _drawn(name: str, dtype: str, rng: Random) -> tuple[Case, str | None]:
+def drawn_layer(name: str, dtype: str, rng: Random) -> tuple[Case, str | None]:
+    """Return a request of a class of layer, and a layout."""
     case = CLASSES[name](rng)
     layouts = with_layouts(case.ndim, grouped=case.operation in FROM_CONV)
     # Channels last comes up most: it is what fast kernels read.

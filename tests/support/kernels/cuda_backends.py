@@ -7,8 +7,10 @@ each of the general families too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from itertools import chain
+from random import Random
 from typing import Any
 
 from convgrad_service.backends.base import Backend
@@ -41,10 +43,13 @@ from convgrad_service.backends.cuda.kernels.pool.pool_stages import PoolThroughI
 from convgrad_service.backends.cuda.kernels.pool.window_maxima import WindowMaxima
 from convgrad_service.backends.cuda.kernels.pool.window_routes import WindowRoutes
 from convgrad_service.plans.cuda.device import CudaDevice
-from convgrad_service.plans.cuda.families import Families, Family
+from convgrad_service.plans.cuda.families import Families, Family, FastestExpected, Selector
 from convgrad_service.plans.cuda.program import Fragment, Instance
 
 __all__ = ["MAKERS", "Everywhere"]
+
+# Those that compute everything of their role.
+GENERAL = ("gather_direct", "weight_direct", "gather_tile", "weight_tile", "strided_copy")
 
 
 class Everywhere:
@@ -128,6 +133,25 @@ def pointwise_gemm(config: PointwiseConfig | None = None, *, swapped: bool = Fal
         bwd_weight=[gemm, WeightDirect()],
         fused=(),
     )
+
+
+def shuffled(rng: Random) -> Families:
+    """The library's families in another order, the general ones last: each computes layers that
+    plans leave to others."""
+
+    def each(families: Iterable[Family[Any]]) -> Iterator[Family[Any]]:
+        for family in families:
+            if isinstance(family, FastestExpected):
+                yield from each(chain(*family.sides))
+            elif not isinstance(family, Selector):
+                yield family
+
+    def order(families: Iterable[Family[Any]]) -> list[Family[Any]]:
+        found = list(each(families))
+        rng.shuffle(found)
+        return sorted(found, key=lambda family: family.name in GENERAL)
+
+    return Families(**{role: order(getattr(FAMILIES, role)) for role in FAMILIES.__slots__})
 
 
 def few() -> Families:

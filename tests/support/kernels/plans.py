@@ -7,9 +7,18 @@ from itertools import pairwise
 
 import numpy as np
 
+from convgrad.contract import OPERATIONS
+from convgrad.contract.base import validate
+from convgrad_service.backends.cuda.arguments import Packed
 from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.backends.cuda.kernels.core.tensor_maps import MappedArguments
+from convgrad_service.backends.cuda.kernels.layout.transpose import (
+    RowCopyArgs,
+    RowPackArgs,
+    TransposeArgs,
+)
 from convgrad_service.backends.cuda.memory import arena_of
+from convgrad_service.backends.cuda.sources import KERNELS, included
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import (
     ALIGNMENT,
@@ -18,11 +27,12 @@ from convgrad_service.plans.cuda.program import (
     Clear,
     CudaPlan,
     Instance,
+    Launch,
 )
-from convgrad_service.problems import Problem
+from convgrad_service.problems import Problem, problem_from
 from tests.emulator.maps import encode
 from tests.support.kernels.harness import problem_and_tensors
-from tests.support.numerics.arrays import DTYPES
+from tests.support.numerics.arrays import DTYPES, LAYOUTS
 from tests.support.numerics.cases import (
     Case,
 )
@@ -32,6 +42,23 @@ from tests.support.numerics.strategies import zeros
 def problem_of(case: Case, dtype: str = "float32", layout: str | None = None) -> Problem:
     problem, _ = problem_and_tensors(case, zeros(case, DTYPES[dtype]), layout)
     return problem
+
+
+def large_problem_of(case: Case, dtype: str, *, last: bool) -> Problem:
+    """A problem whose arrays take no memory, with its channels first or last."""
+    arrays = {
+        name: np.broadcast_to(np.zeros((), DTYPES[dtype]), shape)
+        for name, shape in case.shapes.items()
+    }
+    params = dict(case.params)
+    if last:
+        params["layout"] = LAYOUTS[case.ndim][1]
+        arrays = {
+            name: np.moveaxis(array, 1, -1) if array.ndim > 1 else array
+            for name, array in arrays.items()
+        }
+    request = validate(OPERATIONS[case.operation].request, {**arrays, **params})
+    return problem_from(case.operation, request)
 
 
 @lru_cache(maxsize=1)
@@ -55,6 +82,7 @@ def check_plan(plan: CudaPlan, problem: Problem, device: CudaDevice) -> None:
     checks = [arena.offsets[check.buffer] for check in plan.checks]
     assert all(arena.input_bytes <= offset < arena.returned_bytes for offset in checks)
 
+    _check_overlaps(plan, problem)
     compiled = every_instance()
     names = (*arena.offsets, ZEROS)
     addresses = {name: (index + 1) << 40 for index, name in enumerate(names)}
@@ -72,6 +100,48 @@ def check_plan(plan: CudaPlan, problem: Problem, device: CudaDevice) -> None:
         assert 0 < np.prod(step.block) <= 1024
         assert step.shared_bytes <= device.shared_bytes_per_block
         assert 0 < len(_filled(step.arguments, addresses)) <= 4096
+
+
+PDL = "ptx/pdl.cuh"
+COPIES = {
+    "row_copy": RowCopyArgs,
+    "row_pack": RowPackArgs,
+    **dict.fromkeys(("transpose", "transpose_planes", "transpose_runs"), TransposeArgs),
+}
+
+
+def _check_overlaps(plan: CudaPlan, problem: Problem) -> None:
+    """A launch that overlaps others waits for them, unless it is a copy of what they do not use."""
+    # The buffers of launches that may be running; they may all read an input.
+    used: set[str] = set()
+    for index, step in enumerate(plan.steps):
+        if isinstance(step, Clear):
+            used = {step.buffer}
+            continue
+        buffers = set(step.arguments.buffers) - set(problem.inputs) - {ZEROS}
+        if not step.overlaps:
+            used = set()
+        else:
+            assert index > 0
+            assert _can_wait(step.instance.source), step.instance
+            early = set() if _waits(step) else buffers & used
+            assert not early, f"{step.instance.name} does not wait for {early}"
+        used |= buffers
+
+
+@lru_cache(maxsize=256)
+def _can_wait(source: str) -> bool:
+    texts = ((KERNELS / name).read_text() for name in included(source) if name != PDL)
+    return any("wait_on_dependent_grids()" in text for text in texts)
+
+
+def _waits(step: Launch) -> bool:
+    """Whether a launch that overlaps others waits for them before it reads anything."""
+    structure = COPIES.get(step.instance.entry)
+    if structure is None:
+        return True
+    assert isinstance(step.arguments, Packed)
+    return bool(structure.from_buffer_copy(step.arguments.template).follows)
 
 
 def _filled(arguments: Arguments, addresses: dict[str, int]) -> bytearray:

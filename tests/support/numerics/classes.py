@@ -38,6 +38,7 @@ _FEW_POSITIONS = (
     (100, 50, 5),
 )
 _MOST_PRODUCTS = 2 * 10**7
+_MOST_ELEMENTS = 2**34
 
 
 def _channels(rng: Random, most: int) -> int:
@@ -141,6 +142,50 @@ def first_layer(rng: Random) -> Conv:
     return _affordable(Conv(c=rng.randint(1, 4), k=_channels(rng, 128), **shape))
 
 
+def of_any_size(rng: Random) -> Conv:
+    """From one position to tensors of 2^34 elements, for plans, which need no memory."""
+    ndim = _dimensions(rng)
+    extents = {
+        1: (1, 100, 16_000, 2**20, 2**24),
+        2: (1, 4, 7, 14, 28, 56, 57, 112, 224, 512, 2048),
+        3: (1, 4, 8, 16, 28, 56, 112),
+    }[ndim]
+    while True:
+        kernel, dilation = rng.choice(_KERNELS[ndim]), rng.choice([1, 1, 1, 2, 3, 6])
+        span = dilation * (kernel - 1) + 1
+        sides = [rng.choice(extents)] * ndim
+        if rng.random() < 0.3:
+            sides = [rng.choice(extents) for _ in sides]
+        channels, outputs = (
+            rng.choice([8 * rng.randint(1, 64), 64 * rng.randint(1, 16), rng.randint(1, 400)])
+            for _ in range(2)
+        )
+        groups = 1
+        match rng.choice(["dense", "dense", "grouped", "depthwise", "first", "last"]):
+            case "grouped":
+                groups = rng.choice([2, 4, 8, 16, 32, 64])
+                channels, outputs = (groups * rng.choice(_CHANNELS_A_GROUP) for _ in range(2))
+            case "depthwise":
+                groups, outputs = channels, channels * rng.choice([1, 1, 1, 2, 3])
+            case "first":
+                channels = rng.randint(1, 8)
+            case "last":
+                outputs = rng.randint(1, 8)
+        conv = Conv(
+            n=rng.choice([1, 1, 2, 8, 17, 32, 128, 256, 1024]),
+            c=channels,
+            k=outputs,
+            size=tuple(max(side, span) for side in sides),
+            kernel=(kernel,) * ndim,
+            stride=rng.choice([1, 1, 2, 2, 3, 4]),
+            padding=rng.choice([span // 2, 0, tuple((rng.randint(0, 3), 1) for _ in sides)]),
+            dilation=dilation,
+            groups=groups,
+        )
+        if max(math.prod(conv.input_shape), math.prod(conv.output_shape)) <= _MOST_ELEMENTS:
+            return conv
+
+
 def few_positions(rng: Random) -> Conv:
     """Extents of one or few positions, with any stride, dilation and padding."""
     while True:
@@ -193,8 +238,19 @@ def _conv_request(conv: Conv, rng: Random) -> Case:
     return case
 
 
+def any_request(rng: Random) -> Case:
+    """A request of a layer `of_any_size`, or of one and a pointwise one."""
+    conv = of_any_size(rng)
+    if rng.random() < 0.15:
+        return _fused_with(conv, rng)
+    return _conv_request(conv, rng)
+
+
 def _fused_request(rng: Random) -> Case:
-    first = rng.choice([depthwise, depthwise, grouped])(rng)
+    return _fused_with(rng.choice([depthwise, depthwise, grouped])(rng), rng)
+
+
+def _fused_with(first: Conv, rng: Random) -> Case:
     second = Conv(0, 0, _channels(rng, 300), (), (1,) * first.ndim)
     activations = ("none", "relu", "relu6", "silu")
     return fused(

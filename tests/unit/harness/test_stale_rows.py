@@ -32,6 +32,15 @@ def test_a_row_holds_while_its_kernels_sources_are_what_they_were() -> None:
     ]
 
 
+def test_a_row_holds_while_its_kernel_is_planned() -> None:
+    row = {**ROW, "bench": "networks", "op": "conv_bwd_data", "batch": 8, "dtype": "bfloat16"}
+    row |= {"layer": next(iter(stale._layers())), "layout": "NHWC", "kernel": "another"}
+    (reason,) = stale.stale_rows([row])
+    planned = reason.removesuffix(" is planned").rpartition(" ")[2]
+    assert planned != "another"
+    assert stale.stale_rows([{**row, "kernel": planned}]) == []
+
+
 def test_such_rows_can_be_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "networks.jsonl"
     gone = {**ROW, "batch": 8, "sources": {"gone.cu": "0123"}}

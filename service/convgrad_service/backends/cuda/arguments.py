@@ -11,10 +11,11 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from convgrad_service.plans.cuda.works import Operand
 
-__all__ = ["Block", "Packed", "pack"]
+__all__ = ["Block", "Packed", "fill", "fill_axes", "pack"]
 
 _ADDRESS = struct.Struct("<Q")
 _WORD_BYTES = 8
@@ -99,6 +100,22 @@ class Packed:
     def block(self, addresses: Mapping[str, int], buffers: Sequence[str]) -> Block:
         """See `Arguments.block`."""
         return Block(self, self.fill(addresses), buffers)
+
+
+def fill(args: Any, source: object, *names: str) -> None:
+    """Fill in fields that are named like attributes of ``source``; of arrays, every element."""
+    for name in names:
+        value = getattr(source, name)
+        if isinstance(value, tuple | list):
+            getattr(args, name)[:] = value
+        else:
+            setattr(args, name, value)
+
+
+def fill_axes(args: Any, axes: Sequence[object], *names: str) -> None:
+    """Fill in arrays that have an element for each of ``axes``: its attribute of the same name."""
+    for name in names:
+        getattr(args, name)[:] = [getattr(axis, name) for axis in axes]
 
 
 def pack(structure: ctypes.Structure, **pointers: Operand | str | None) -> Packed:

@@ -9,21 +9,22 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from convgrad.errors import Overloaded
 from convgrad_service.engine.hub import Hub
 from convgrad_service.engine.ipc import messages as m
-from convgrad_service.engine.ipc.channel import Channel, Heartbeat, Ping, Pong
+from convgrad_service.engine.ipc.channel import MAX_MISSED, Channel, Heartbeat, Ping, Pong
 from convgrad_service.engine.memory.lease import Lease
-from convgrad_service.engine.memory.tensor_layout import PackedTensorLayout, TensorLayout
+from convgrad_service.engine.memory.tensor_layout import TensorLayout, unpack_layout
 from convgrad_service.engine.scheduling.partition import JobResult
 from convgrad_service.engine.scheduling.quotas import Caller, CountedTicket
 from convgrad_service.engine.scheduling.task import Task, TaskGroup
 from convgrad_service.engine.shm.registry import RegionPart, RegionSlice
 from convgrad_service.engine.telemetry.record import Record
+from convgrad_service.engine.workers.child_process import START_S
 from convgrad_service.engine.workers.execute import Job
 from convgrad_service.problems.base import Lane
 
@@ -33,20 +34,23 @@ POCKET_BYTES = 4 * 2**20
 
 
 class FrontEnd:
-    """One front end. What it holds is released when its process ends."""
+    """One front end. What it holds is released when its process ends.
 
-    def __init__(self, hub: Hub, *, on_listening: Callable[[m.Listening], None]) -> None:
+    ``on_listening`` is called with its port or, if it cannot listen, with the reason.
+    """
+
+    def __init__(self, hub: Hub, *, on_listening: Callable[[int, str | None], None]) -> None:
         self._hub, self._on_listening = hub, on_listening
         self._channel: Channel | None = None
-        self._is_listening = False
+        self._is_listening, self._starting_s = False, 0.0
         self._heartbeat = Heartbeat()
         self._leases: dict[int, asyncio.Future[Lease]] = {}
         self._tasks: dict[int, Task | TaskGroup] = {}
-        self._layouts: dict[int, TensorLayout | PackedTensorLayout] = {}
+        self._layouts: dict[int, TensorLayout] = {}
         self._tickets: dict[int, CountedTicket] = {}
 
     async def serve(self, channel_end: Any) -> None:
-        """Serve the front end until its end of the channel is closed and its jobs are done."""
+        """Serve the front end until its end of the channel is closed."""
         gone = asyncio.Event()
         pocket = await self._reserve_pocket()
         try:
@@ -55,21 +59,17 @@ class FrontEnd:
             extent = (0, 0) if pocket is None else (pocket.offset, pocket.size_bytes)
             self._send(m.Welcome(self._hub.status, self._hub.limit_bytes, extent))
             await gone.wait()
-            self._hub.watchers.remove(self._send)
-            self._hub.scheduler.lines.pop(self, None)
-            for task in list(self._tasks.values()):
-                self._hub.cancel(task)
-            # Until then, workers may still write to its leases.
-            await asyncio.gather(
-                *(task.done for task in self._tasks.values()), return_exceptions=True
-            )
         finally:
-            for lease in self._leases.values():
-                _release(lease)
-            for ticket in self._tickets.values():
-                ticket.release()
-            if pocket is not None:
-                pocket.release()
+            if self._channel is not None:
+                self._hub.watchers.remove(self._send)
+                self._channel.close()
+            self._hub.scheduler.lines.pop(self, None)
+            tasks = list(self._tasks.values())
+            for task in tasks:
+                self._hub.cancel(task)
+            # Until then, workers may still write to its memory.
+            done = asyncio.gather(*(task.done for task in tasks), return_exceptions=True)
+            done.add_done_callback(lambda _: self._release_all(pocket))
 
     async def _reserve_pocket(self) -> Lease | None:
         try:
@@ -77,44 +77,64 @@ class FrontEnd:
         except Overloaded:
             return None  # the arena is full: this front end reserves every block through the hub
 
+    def _release_all(self, pocket: Lease | None) -> None:
+        for number in list(self._leases):
+            self.release_lease(number)
+        for ticket in self._tickets.values():
+            ticket.release()
+        if pocket is not None:
+            pocket.release()
+
     def drain(self) -> None:
         """Ask it to finish its requests and exit."""
         if self._channel is not None:
             self._channel.send(m.Drain())
 
-    def is_silent(self) -> bool:
-        """Ping it; return whether too many pings are unanswered."""
+    def check(self, beat_s: float) -> str | None:
+        """Ping it, every ``beat_s``; return why it must be killed if it is silent or hangs."""
         if not self._is_listening:
-            return False
+            # It answers nothing while it imports what it needs.
+            self._starting_s += beat_s
+            return f"not ready within {START_S} s" if self._starting_s > START_S else None
         self._send(Ping())
-        return self._heartbeat.count_ping()
+        return (
+            f"no heartbeat for {MAX_MISSED * beat_s:g} s" if self._heartbeat.count_ping() else None
+        )
 
     def _received(self, message: Any) -> None:
-        try:
-            self._HANDLERS[type(message)](self, message)
-        except Exception as error:  # the front end raises it
-            if not isinstance(message, m.SubmitJob | m.Invoke):
-                raise
-            self._send(m.Reply(message.number, error=error))
+        if isinstance(message, Record):
+            self._hub.observe(message)
+        elif isinstance(message, Pong):
+            self._heartbeat.answered()
+        else:
+            try:
+                if isinstance(message, m.SubmitJob):
+                    self._submit(message)
+                else:
+                    self._call(message)
+            except Exception as error:  # the front end raises it
+                if message.number < 0:
+                    raise
+                self._send(m.Reply(message.number, error=error))
 
-    def _listening(self, message: m.Listening) -> None:
-        self._is_listening = True
-        self._on_listening(message)
-
-    def _invoke(self, message: m.Invoke) -> None:
-        service = self._hub.service(message.service) if message.service else self
-        result = getattr(service, message.method)(*message.arguments, **message.options)
+    def _call(self, call: m.Call) -> None:
+        service = self._hub.service(call.service) if call.service else self
+        result = getattr(service, call.method)(*call.arguments, **call.options)
+        if call.number < 0:
+            return
         if not inspect.isawaitable(result):
-            self._send(m.Reply(message.number, result))
+            self._send(m.Reply(call.number, result))
             return
         future = asyncio.ensure_future(result)
         if future.done():
-            self._reply(message.number, future)
+            self._reply(call.number, future)
         else:
-            future.add_done_callback(partial(self._reply, message.number))
+            future.add_done_callback(partial(self._reply, call.number))
 
-    def _notify(self, message: m.Notify) -> None:
-        getattr(self, message.method)(message.number)
+    def listening(self, port: int, failure: str | None) -> None:
+        """Note that it listens on ``port``, or cannot because of ``failure``."""
+        self._is_listening = True
+        self._on_listening(port, failure)
 
     def reserve(
         self, number: int, size_bytes: int, text: bool, parts: Sequence[tuple[Any, ...]]
@@ -122,12 +142,20 @@ class FrontEnd:
         """See `Engine.reserve`; the lease is known by ``number``."""
         regions = [RegionPart(*part) for part in parts]
         lease = self._leases[number] = self._hub.reserve(size_bytes, text=text, regions=regions)
+
+        def forget_refused(lease: asyncio.Future[Lease]) -> None:
+            if lease.cancelled() or lease.exception() is not None:
+                self._leases.pop(number, None)
+
+        lease.add_done_callback(forget_refused)
         return lease
 
     def release_lease(self, number: int) -> None:
         """Release a lease, or leave the queue for it."""
-        if (lease := self._leases.pop(number, None)) is not None:
-            _release(lease)
+        lease = self._leases.pop(number, None)
+        if lease is None or lease.cancel() or lease.cancelled() or lease.exception() is not None:
+            return
+        lease.result().release()
 
     def report_line(self, length: int) -> None:
         """See `Engine.report_line`."""
@@ -157,51 +185,41 @@ class FrontEnd:
         return None if task is None else self._hub.scheduler.position(task)
 
     def _submit(self, message: m.SubmitJob) -> None:
+        hub, number = self._hub, message.number
         slot, packed = message.interned
         if packed is not None:
-            self._layouts[slot] = PackedTensorLayout(packed, message.cost)
-        acquired = self._hub.regions.acquire([RegionPart(*part) for part in message.parts])
+            self._layouts[slot] = unpack_layout(packed)
+        base, regions, tasks, sums, lane = message.job
+        acquired = hub.regions.acquire([RegionPart(*part) for part in message.parts])
+        slices = tuple(RegionSlice(*each) for each in regions) or acquired
+        job = Job(self._layouts[slot], base, slices, tasks, sums, Lane(lane))
         try:
-            if acquired and (result := self._run_inline(message, acquired)) is not None:
-                self._send_done(message.number, result, 0.0)
-                self._hub.regions.release(acquired)
+            result = self._run_inline(job, message.deadline_s) if acquired else None
+            if result is not None:
+                self._send_done(number, result, 0.0)
+                hub.regions.release(acquired)
                 return
-            regions = tuple(RegionSlice(*each) for each in message.regions) or acquired
-            job = Job(
-                self._layouts[slot],
-                message.base,
-                regions,
-                message.tasks,
-                message.sums,
-                Lane(message.lane),
-            )
-            task = self._hub.scheduler.submit(
-                job, message.deadline_s, partial(self._part_done, message.number)
-            )
+            on_part_done = partial(self._part_done, number)
+            task = hub.scheduler.submit(job, message.deadline_s, on_part_done)
         except BaseException:
-            self._hub.regions.release(acquired)
+            hub.regions.release(acquired)
             raise
-        self._tasks[message.number] = task
-        task.done.add_done_callback(partial(self._job_done, message.number, task))
+        self._tasks[number] = task
+        task.done.add_done_callback(partial(self._job_done, number, task))
         if acquired:
-            task.done.add_done_callback(lambda _: self._hub.regions.release(acquired))
-            task.done.add_done_callback(partial(self._learn, slot))
+            task.done.add_done_callback(lambda _: hub.regions.release(acquired))
+            task.done.add_done_callback(partial(self._learn, job.layout))
 
-    def _run_inline(
-        self, message: m.SubmitJob, regions: tuple[RegionSlice, ...]
-    ) -> JobResult | None:
+    def _run_inline(self, job: Job, deadline_s: float) -> JobResult | None:
         """Compute a small job with shared memory, which front ends have not mapped."""
-        executor, slot = self._hub.inline_executor, message.interned[0]
-        if executor is None or time.monotonic() >= message.deadline_s:
+        executor = self._hub.inline_executor
+        if executor is None or time.monotonic() >= deadline_s:
             return None  # the scheduler refuses it
-        layout = self._layouts[slot] = self._layouts[slot].unpack()
-        return executor.try_run(layout, message.base, regions)
+        return executor.try_run(job.layout, job.base, job.regions)
 
-    def _learn(self, slot: int, done: asyncio.Future[JobResult]) -> None:
-        executor, layout = self._hub.inline_executor, self._layouts[slot]
-        if executor is None or isinstance(layout, PackedTensorLayout):
-            return
-        if not done.cancelled() and done.exception() is None:
+    def _learn(self, layout: TensorLayout, done: asyncio.Future[JobResult]) -> None:
+        executor = self._hub.inline_executor
+        if executor is not None and not done.cancelled() and done.exception() is None:
             executor.learn(layout, done.result().compute_s)
 
     def _part_done(self, number: int, part: int, result: JobResult) -> None:
@@ -233,27 +251,9 @@ class FrontEnd:
         assert self._channel is not None  # noqa: S101
         self._channel.send(message)
 
-    _HANDLERS: Mapping[type, Callable[..., None]] = {
-        m.SubmitJob: _submit,
-        m.Invoke: _invoke,
-        m.Notify: _notify,
-        m.Listening: _listening,
-        Record: lambda self, record: self._hub.observe(record),
-        Pong: lambda self, _: self._heartbeat.answered(),
-    }
-
 
 def _plain(value: Any) -> Any:
     """Return what is sent for a result: leases as offset and regions."""
     if isinstance(value, Lease):
         return value.offset, [tuple(each) for each in value.regions]
     return value
-
-
-def _release(lease: asyncio.Future[Lease]) -> None:
-    """Release a lease, or leave the queue for it."""
-    if lease.done():
-        if not lease.cancelled() and lease.exception() is None:
-            lease.result().release()
-    else:
-        lease.cancel()

@@ -22,47 +22,34 @@ class Welcome(NamedTuple):
     pocket: tuple[int, int]
 
 
-class Listening(NamedTuple):
-    """The front end listens on ``port``, or cannot because of ``failure``."""
-
-    port: int
-    failure: str | None = None
-
-
 class Drain(NamedTuple):
     """The front end is to finish its requests and exit."""
 
 
 class SubmitJob(NamedTuple):
-    """Submit a `Job`, with its layout interned; ``parts`` are regions to be acquired for it."""
+    """Submit a `Job`, whose layout is interned and whose other fields are the plain ``job``.
+
+    ``parts`` are regions to be acquired for it.
+    """
 
     number: int
     interned: Interned
-    cost: float
-    tasks: int
-    sums: bool
-    base: int
-    regions: tuple[tuple[Any, ...], ...]
+    job: tuple[Any, ...]
     parts: tuple[tuple[Any, ...], ...]
     deadline_s: float
-    lane: int = 0
 
 
-class Invoke(NamedTuple):
-    """Call a method of the `FrontEnd` (service "") or of a hub's service, see `Engine.invoke`."""
+class Call(NamedTuple):
+    """Call a method of the `FrontEnd` (service "") or of a hub's service, see `Engine.invoke`.
+
+    With ``number`` -1 there is no `Reply`.
+    """
 
     number: int
     service: str
     method: str
     arguments: tuple[Any, ...]
     options: Mapping[str, Any]
-
-
-class Notify(NamedTuple):
-    """Call a method of the `FrontEnd` without a reply."""
-
-    method: str
-    number: int
 
 
 class JobDone(NamedTuple):
@@ -94,13 +81,11 @@ TYPES = MessageTypes(
     SubmitJob,
     JobDone,
     PartDone,
-    Invoke,
-    Notify,
+    Call,
     Reply,
     Record,
     Status,
     Welcome,
-    Listening,
     Drain,
     Ping,
     Pong,

@@ -7,6 +7,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from convgrad_service.engine.hub import JobHandle
@@ -32,18 +33,15 @@ _ASSUMED_ROOM = 16
 _POCKET_BLOCK_BYTES = 64 * 1024
 
 
+@dataclass(slots=True)
 class _RemoteJob:
     """A `JobHandle`. The hub reports only at the end how long the job waited."""
 
-    def __init__(
-        self,
-        number: int,
-        lease: Lease,
-        on_part_done: OnPartDone | None,
-    ) -> None:
-        self.number, self.lease, self.on_part_done = number, lease, on_part_done
-        self.done: asyncio.Future[JobResult] = asyncio.get_running_loop().create_future()
-        self.waited_s: float | None = None
+    number: int
+    lease: Lease
+    on_part_done: OnPartDone | None
+    done: asyncio.Future[JobResult]
+    waited_s: float | None = None
 
 
 class _RemoteTicket:
@@ -56,7 +54,7 @@ class _RemoteTicket:
         await self._hub.invoke("", "charge_ticket", (self._number, size_bytes, flops), {})
 
     def release(self) -> None:
-        self._hub.send(m.Notify("release_ticket", self._number))
+        self._hub.notify("release_ticket", self._number)
 
 
 class RemoteHub:
@@ -128,9 +126,9 @@ class RemoteHub:
     def admit(self) -> None:
         self._status.admit()
 
-    def send(self, message: Any) -> None:
-        """Send a message that has no reply."""
-        self._channel.send(message)
+    def notify(self, method: str, *arguments: Any) -> None:
+        """Call a method of the `FrontEnd` in the hub that has no reply."""
+        self._channel.send(m.Call(-1, "", method, arguments, {}))
 
     async def invoke(
         self, service: str, method: str, arguments: tuple[Any, ...], options: Mapping[str, Any]
@@ -143,18 +141,18 @@ class RemoteHub:
         service: str,
         method: str,
         arguments: tuple[Any, ...],
-        options: Mapping[str, Any] | None = None,
+        options: Mapping[str, Any],
     ) -> asyncio.Future[Any]:
         replied = self._pending[number] = asyncio.get_running_loop().create_future()
         replied.add_done_callback(lambda _: self._pending.pop(number, None))
-        self.send(m.Invoke(number, service, method, arguments, options or {}))
+        self._channel.send(m.Call(number, service, method, arguments, options))
         return replied
 
     async def acquire_ticket(self, caller: Caller) -> Ticket:
         number = next(self._numbers)
         ticket = _RemoteTicket(self, number)
         try:
-            await self._invoke(number, "", "acquire_ticket", (number, caller))
+            await self._invoke(number, "", "acquire_ticket", (number, caller), {})
         except asyncio.CancelledError:
             ticket.release()
             raise
@@ -168,11 +166,11 @@ class RemoteHub:
             leased.set_result(lease)
             return leased
         number = next(self._numbers)
-        parts = tuple(map(tuple, regions))
-        replied = self._invoke(number, "", "reserve", (number, size_bytes, text, parts))
+        arguments = number, size_bytes, text, tuple(map(tuple, regions))
+        replied = self._invoke(number, "", "reserve", arguments, {})
 
         def release(_: object) -> None:
-            self.send(m.Notify("release_lease", number))
+            self.notify("release_lease", number)
 
         def granted(reply: asyncio.Future[tuple[int, Sequence[tuple[Any, ...]]]]) -> None:
             if leased.cancelled():
@@ -210,28 +208,18 @@ class RemoteHub:
         deadline_s: float,
         on_part_done: OnPartDone | None = None,
     ) -> JobHandle:
-        number = next(self._numbers)
-        handle = self._jobs[number] = _RemoteJob(number, lease, on_part_done)
+        number, done = next(self._numbers), asyncio.get_running_loop().create_future()
+        handle = self._jobs[number] = _RemoteJob(number, lease, on_part_done, done)
         lease.retain()
-        self._channel.send_now(
-            m.SubmitJob(
-                number,
-                self._layouts.intern(job.layout.packed),
-                job.cost,
-                job.tasks,
-                job.sums,
-                job.base,
-                tuple(map(tuple, job.regions)),
-                tuple(map(tuple, lease.unresolved)),
-                deadline_s,
-                int(job.lane),
-            )
-        )
+        interned = self._layouts.intern(job.layout.packed)
+        plain = job.base, tuple(map(tuple, job.regions)), job.tasks, job.sums, int(job.lane)
+        parts = tuple(map(tuple, lease.unresolved))
+        self._channel.send_now(m.SubmitJob(number, interned, plain, parts, deadline_s))
         return handle
 
     def cancel(self, handle: JobHandle) -> None:
         assert isinstance(handle, _RemoteJob)  # noqa: S101
-        self.send(m.Notify("cancel_job", handle.number))
+        self.notify("cancel_job", handle.number)
 
     async def queue_position(self, handle: JobHandle) -> int | None:
         assert isinstance(handle, _RemoteJob)  # noqa: S101
@@ -255,7 +243,7 @@ class RemoteHub:
         self._recording = None
         if self._line != self._reported_line:
             self._reported_line = self._line
-            self.send(m.Notify("report_line", self._line))
+            self.notify("report_line", self._line)
         self._channel.flush()
 
     def _received(self, message: Any) -> None:

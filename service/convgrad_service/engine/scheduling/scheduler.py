@@ -20,19 +20,45 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping
 
 from convgrad.errors import DeadlineExceeded, DeviceUnavailable, Overloaded
-from convgrad_service.engine.scheduling.cost_model import CostModel
 from convgrad_service.engine.scheduling.partition import JobResult, OnPartDone
 from convgrad_service.engine.scheduling.task import Task, TaskGroup, Worker, WorkerLost
 from convgrad_service.engine.workers.execute import Job
 from convgrad_service.problems.base import Lane
 
-__all__ = ["Scheduler"]
+__all__ = ["CostModel", "Scheduler"]
 
 _RETRY_AFTER_MIN_S, _RETRY_AFTER_MAX_S = 1.0, 60.0
 _DEATHS_ALONE = 2
+# The initial guess of the cost per second, a modest CPU. It weighs ten microseconds, so any
+# measurement outweighs it.
+_FIRST_GUESS_PER_S = 2e10
+# Each measurement scales older ones by this factor, so about the last twenty count.
+_DECAY = 0.95
+
+
+class CostModel:
+    """An estimate of how long problems take, learned from those that ran.
+
+    It sets Retry-After, tells large problems from small ones, and detects hung workers.
+    """
+
+    def __init__(self) -> None:
+        self._cost = _FIRST_GUESS_PER_S * 1e-5
+        self._seconds = 1e-5
+
+    def estimate_s(self, cost: float) -> float:
+        """Return the seconds that work of this cost is expected to take."""
+        return cost * self._seconds / self._cost
+
+    def learn(self, cost: float, seconds: float) -> None:
+        """Record that work of this cost took ``seconds``."""
+        if cost <= 0 or seconds <= 0:
+            return
+        self._cost = self._cost * _DECAY + cost
+        self._seconds = self._seconds * _DECAY + seconds
 
 
 class Scheduler:
@@ -65,6 +91,11 @@ class Scheduler:
     def running(self) -> int:
         """Tasks that run."""
         return sum(len(tasks) for tasks in self._running.values())
+
+    @property
+    def by_device(self) -> Mapping[int, Worker]:
+        """All workers, by device."""
+        return {worker.device: worker for worker in self._running}
 
     @property
     def workers(self) -> int:
@@ -122,7 +153,10 @@ class Scheduler:
             raise DeviceUnavailable("the server is shutting down", retry_after_s=5.0)
         if self.full and (overload := self.overload) is not None:
             raise overload
-        large = job.lane is not Lane.BY_SIZE or self.cost_model.estimate_s(job.cost) > self._large_s
+        large = (
+            job.lane is not Lane.BY_SIZE
+            or self.cost_model.estimate_s(job.layout.cost) > self._large_s
+        )
         if job.tasks == 1:
             task = Task(job, deadline_s, large=large)
             if not self._waiting and self._started(task):

@@ -9,11 +9,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
+from convgrad_service.backends.base import Vitals
 from convgrad_service.engine.scheduling.partition import JobResult, OnPartDone, merge_results
 from convgrad_service.engine.workers.execute import Job
 from convgrad_service.problems.base import Lane
 
-__all__ = ["Prober", "Task", "TaskGroup", "Worker", "WorkerLost"]
+__all__ = ["Task", "TaskGroup", "Worker", "WorkerLost"]
 
 
 class Worker(Protocol):
@@ -25,6 +26,11 @@ class Worker(Protocol):
 
     slots: int
     device: int
+
+    @property
+    def vitals(self) -> Vitals:
+        """What it last reported about its device."""
+        ...
 
     def start(self, task: Task) -> None:
         """Start a task; the scheduler starts at most ``slots`` at a time."""
@@ -38,12 +44,11 @@ class Worker(Protocol):
         """Return how many of a job's stored tensors it may still have on its device."""
         ...
 
-
-class Prober(Protocol):
-    """A worker that can check memory handles of its device."""
-
     async def probe(self, handle: bytes, size_bytes: int) -> None:
-        """See `ProcessWorker.probe`."""
+        """Check that its device's memory can be opened by ``handle``.
+
+        Raises as `ServingBackend.open_handle`, and DeviceUnavailable if the worker ends.
+        """
         ...
 
 
@@ -90,9 +95,9 @@ class Task:
 
 def _cost(job: Job, part: int | None) -> float:
     if part is None:
-        return job.cost
+        return job.layout.cost
     # The last part adds up partial sums: little work, and no measure of a problem's speed.
-    return job.cost / job.tasks if part < job.tasks else 0.0
+    return job.layout.cost / job.tasks if part < job.tasks else 0.0
 
 
 class TaskGroup:

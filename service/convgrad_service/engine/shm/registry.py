@@ -13,7 +13,7 @@ import fcntl
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -79,6 +79,7 @@ class RegionSlice(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Region:
+    owner: str
     info: RegionInfo
     number: int
     descriptor: int | None
@@ -140,11 +141,11 @@ class RegionRegistry:
             except Overloaded:
                 os.close(descriptor)
                 raise
-            region = _Region(info, self._last_number, descriptor, _identity(descriptor))
+            region = _Region(owner, info, self._last_number, descriptor, _identity(descriptor))
         else:
             number = int.from_bytes(info.handle, "little")
-            region = _Region(info, self._last_number, None, (-1 - info.device, number))
-        self._regions[owner, info.name] = self._by_number[region.number] = region
+            region = _Region(owner, info, self._last_number, None, (-1 - info.device, number))
+        self._add(region)
 
     def adopt(self, part: RegionPart, descriptor: int, on_unused: Callable[[int], bool]) -> None:
         """Register a whole file of the server's own and take over its descriptor.
@@ -153,11 +154,15 @@ class RegionRegistry:
         True, the file stays open for `reuse` or `discard`.
         """
         self._last_number += 1
-        info = RegionInfo(part.name, "", 0, part.size_bytes)
         region = _Region(
-            info, self._last_number, descriptor, _identity(descriptor), on_unused=on_unused
+            part.owner,
+            RegionInfo(part.name, "", 0, part.size_bytes),
+            self._last_number,
+            descriptor,
+            _identity(descriptor),
+            on_unused=on_unused,
         )
-        self._regions[part.owner, part.name] = self._by_number[region.number] = region
+        self._add(region)
 
     def reuse(self, number: int, part: RegionPart, on_unused: Callable[[int], bool]) -> None:
         """Adopt a file that stayed open once more, for another tensor of its size.
@@ -168,7 +173,7 @@ class RegionRegistry:
         region.info = RegionInfo(part.name, "", 0, part.size_bytes)
         region.removed, region.on_unused = False, on_unused
         region.version += 1
-        self._regions[part.owner, part.name] = region
+        self._add(region)
 
     def discard(self, number: int) -> None:
         """Close a file that stayed open."""
@@ -180,7 +185,7 @@ class RegionRegistry:
         region = self._regions[owner, name]
         region.removed = True
         if not region.uses:
-            self._close((owner, name), region)
+            self._close(region)
 
     async def unregister(self, owner: str, name: str, *, on_device: bool = False) -> None:
         """Close a region, or with ``name`` "" all of the owner's of that kind, once unused.
@@ -189,9 +194,9 @@ class RegionRegistry:
         the call is idempotent.
         """
         waits: list[asyncio.Future[None]] = []
-        for key, region in self._of(owner, name, on_device=on_device):
+        for region in self._of(owner, name, on_device=on_device):
             if not region.uses:
-                self._close(key, region)
+                self._close(region)
                 continue
             region.unregistering.append(asyncio.get_running_loop().create_future())
             waits.append(region.unregistering[-1])
@@ -206,7 +211,7 @@ class RegionRegistry:
         NotFound
             The owner has no region with that name.
         """
-        found = [region.info for _, region in self._of(owner, name, on_device=on_device)]
+        found = [region.info for region in self._of(owner, name, on_device=on_device)]
         if name and not found:
             raise _unknown(name)
         return found
@@ -242,8 +247,7 @@ class RegionRegistry:
             region = self._by_number[each.region]
             region.uses -= 1
             if not region.uses and (region.unregistering or region.removed):
-                key = next(key for key, other in self._regions.items() if other is region)
-                self._close(key, region)
+                self._close(region)
 
     def descriptor(self, number: int) -> int:
         """Return the descriptor of a region's file."""
@@ -279,18 +283,19 @@ class RegionRegistry:
 
     def _drop_orphans(self) -> None:
         """Close files left behind by convgrad clients, which lock their files while they live."""
-        for key, region in list(self._regions.items()):
+        for region in list(self._regions.values()):
             name, file = region.info.key.removeprefix("/"), region.descriptor
             if name.startswith(_CLIENT_PREFIX) and not region.uses and file and _is_unlocked(file):
-                self._close(key, region)
+                self._close(region)
 
-    def _of(
-        self, owner: str, name: str, *, on_device: bool
-    ) -> Iterator[tuple[tuple[str, str], _Region]]:
-        for key, region in list(self._regions.items()):
-            kind = region.info.device is not None
-            if key[0] == owner and kind == on_device and (not name or key[1] == name):
-                yield key, region
+    def _of(self, owner: str, name: str, *, on_device: bool) -> list[_Region]:
+        return [
+            region
+            for region in self._regions.values()
+            if region.owner == owner
+            and (region.info.device is not None) == on_device
+            and name in ("", region.info.name)
+        ]
 
     def _resolve(self, part: RegionPart) -> _Region:
         region = self._regions.get((part.owner, part.name))
@@ -309,8 +314,11 @@ class RegionRegistry:
             )
         return region
 
-    def _close(self, key: tuple[str, str], region: _Region) -> None:
-        del self._regions[key]
+    def _add(self, region: _Region) -> None:
+        self._regions[region.owner, region.info.name] = self._by_number[region.number] = region
+
+    def _close(self, region: _Region) -> None:
+        del self._regions[region.owner, region.info.name]
         if region.on_unused is None or not region.on_unused(region.number):
             self._end(region)
 

@@ -18,7 +18,7 @@ from prometheus_client.registry import Collector
 from convgrad import _version
 from convgrad_service.engine.telemetry.request_metrics import OperationStatistics, RequestMetrics
 
-__all__ = ["Metrics", "TritonMetrics"]
+__all__ = ["Metrics", "triton_exposition"]
 
 Read = Callable[[], float | Mapping[Any, float]]
 """Reads a metric's value or, if it has labels, its values by the label, or by a tuple of labels."""
@@ -92,34 +92,23 @@ class _Read(Collector):
         yield family
 
 
-class TritonMetrics:
-    """Reads ``statistics`` and the number of ``waiting`` problems on each scrape.
+def triton_exposition(
+    statistics: Mapping[str, OperationStatistics], waiting_problems: float
+) -> bytes:
+    """Return Triton's metrics in Prometheus' text format 0.0.4.
 
-    Formats the text itself: Prometheus' client would add the suffix ``_total``, which Triton's
-    counters do not have.
+    Prometheus' client would add the suffix ``_total``, which Triton's counters do not have.
     """
-
-    def __init__(
-        self,
-        statistics: Callable[[], Mapping[str, OperationStatistics]],
-        waiting: Callable[[], float],
-    ) -> None:
-        self._statistics, self._waiting = statistics, waiting
-
-    def exposition(self) -> bytes:
-        """Return the metrics in Prometheus' text format 0.0.4."""
-        statistics = self._statistics()
-        lines: list[str] = []
-        for suffix, text, attribute in _COUNTERS:
-            read = attrgetter(attribute)
-            name = f"nv_inference_{suffix}"
-            lines += [f"# HELP {name} {text}", f"# TYPE {name} counter"]
-            lines += [
-                f'{name}{{model="{operation}",version="1"}} {float(read(counts))!r}'
-                for operation, counts in statistics.items()
-            ]
-        # Without a model label: one queue serves all operations.
-        name, text = _WAITING
-        lines += [f"# HELP {name} {text}", f"# TYPE {name} gauge"]
-        lines.append(f"{name} {self._waiting()!r}")
-        return "".join(f"{line}\n" for line in lines).encode()
+    lines: list[str] = []
+    for suffix, text, attribute in _COUNTERS:
+        read = attrgetter(attribute)
+        name = f"nv_inference_{suffix}"
+        lines += [f"# HELP {name} {text}", f"# TYPE {name} counter"]
+        lines += [
+            f'{name}{{model="{operation}",version="1"}} {float(read(counts))!r}'
+            for operation, counts in statistics.items()
+        ]
+    # Without a model label: one queue serves all operations.
+    name, text = _WAITING
+    lines += [f"# HELP {name} {text}", f"# TYPE {name} gauge", f"{name} {waiting_problems!r}"]
+    return "".join(f"{line}\n" for line in lines).encode()

@@ -121,6 +121,7 @@ class Traces:
         """
         self._users -= 1
         if self._users == 0:
+            traces_to.cache_clear()  # a server that starts later in this process needs another
             # In a thread that is left behind if the collector does not answer.
             exporting = threading.Thread(target=self._provider.shutdown, daemon=True)
             exporting.start()

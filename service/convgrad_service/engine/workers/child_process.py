@@ -12,13 +12,17 @@ import json
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-__all__ = ["Backoff", "Children", "DescriptorReserve", "main", "spawn"]
+__all__ = ["START_S", "Backoff", "Children", "DescriptorReserve", "main", "spawn"]
+
+START_S = 300
+"""The longest start, for children that hang; compiling a GPU's first kernels takes seconds."""
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 10.0
 # What starting a child needs temporarily: three socket pairs and Popen's pipes.
@@ -33,21 +37,34 @@ _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 
 
 def spawn(
-    name: str, target: Callable[..., None], *arguments: Any, descriptors: Sequence[int]
-) -> subprocess.Popen[bytes]:
-    """Start ``target(*arguments)`` in a process that inherits ``descriptors``.
+    name: str,
+    target: Callable[..., None],
+    *arguments: Any,
+    descriptors: Sequence[int],
+    sockets: Sequence[socket.SocketKind],
+) -> tuple[subprocess.Popen[bytes], list[socket.socket]]:
+    """Start a process that inherits ``descriptors`` and an end of a new pair of each socket.
 
-    ``target`` must be importable. ``name`` is the process name that ``ps`` shows.
+    It runs ``target(*arguments, *ends)``, where ``ends`` are the descriptors of its sockets, and
+    ``target`` is importable. ``name`` is the process name that ``ps`` shows. Returns the process
+    and the other end of each pair. Raises OSError.
     """
-    process = subprocess.Popen(  # noqa: S603 - this interpreter, our own code
-        [sys.executable, "-P", "-c", _BOOT, json.dumps(sys.path), name],
-        stdin=subprocess.PIPE,
-        pass_fds=descriptors,
-    )
-    assert process.stdin is not None  # noqa: S101
-    with process.stdin as start:
-        pickle.dump((os.getpid(), name, target, arguments), start)
-    return process
+    with contextlib.ExitStack() as on_error, contextlib.ExitStack() as afterwards:
+        ours, theirs = [], []
+        for kind in sockets:
+            end, other = socket.socketpair(socket.AF_UNIX, kind)
+            ours.append(on_error.enter_context(end))
+            theirs.append(afterwards.enter_context(other).fileno())
+        process = subprocess.Popen(  # noqa: S603 - this interpreter, our own code
+            [sys.executable, "-P", "-c", _BOOT, json.dumps(sys.path), name],
+            stdin=subprocess.PIPE,
+            pass_fds=[*descriptors, *theirs],
+        )
+        assert process.stdin is not None  # noqa: S101
+        with process.stdin as start:
+            pickle.dump((os.getpid(), name, target, (*arguments, *theirs)), start)
+        on_error.pop_all()
+    return process, ours
 
 
 class Backoff:

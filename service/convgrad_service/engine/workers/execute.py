@@ -15,7 +15,6 @@ from convgrad.errors import InvalidProblem
 from convgrad_service.backends.base import Outcome, ServingBackend
 from convgrad_service.engine.memory.arena import Arena
 from convgrad_service.engine.memory.tensor_layout import (
-    PackedTensorLayout,
     PlacedTensor,
     TensorLayout,
 )
@@ -52,17 +51,12 @@ class Job(NamedTuple):
         Whether a last task adds up partial sums.
     """
 
-    layout: TensorLayout | PackedTensorLayout
+    layout: TensorLayout
     base: int
     regions: tuple[RegionSlice, ...] = ()
     tasks: int = 1
     sums: bool = False
     lane: Lane = Lane.BY_SIZE
-
-    @property
-    def cost(self) -> float:
-        """In the units of `CostModel`."""
-        return self.layout.cost
 
     @property
     def device(self) -> int | None:
@@ -143,7 +137,7 @@ def run_job(
 
     Raises what the backend raises, and InvalidProblem if a client truncated its shared memory.
     """
-    layout = job.layout.unpack()
+    layout = job.layout
     pieces = _pieces_of_part(layout, part)
     if job.regions:
         inputs, outputs = _region_arrays(backend, arena, mappings, layout, job, pieces)

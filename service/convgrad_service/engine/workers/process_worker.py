@@ -26,7 +26,7 @@ from convgrad_service.engine.scheduling.partition import JobResult
 from convgrad_service.engine.scheduling.scheduler import Scheduler
 from convgrad_service.engine.scheduling.task import Task
 from convgrad_service.engine.shm.registry import RegionRegistry, RegionSlice
-from convgrad_service.engine.workers.child_process import DescriptorReserve, spawn
+from convgrad_service.engine.workers.child_process import START_S, DescriptorReserve, spawn
 from convgrad_service.engine.workers.execute import Job
 from convgrad_service.engine.workers.worker_main import (
     Cancel,
@@ -37,7 +37,6 @@ from convgrad_service.engine.workers.worker_main import (
     NewRegion,
     Probe,
     ProbeResult,
-    Start,
     WorkerRecipe,
     worker_main,
 )
@@ -46,8 +45,6 @@ __all__ = ["ProcessWorker"]
 
 # Tasks that took less than this before are sent as `RunTask.brief`.
 _BRIEF_S = 1e-3
-# Compiling a GPU's first kernels takes seconds; this limit is for a driver that never returns.
-_START_S = 300
 # A task hangs if it makes no progress for this many times the expected time of all tasks of its
 # worker: single kernels can be ten times as slow as the cost model expects.
 _STALL_FACTOR = 20
@@ -110,29 +107,24 @@ class ProcessWorker:
             The process could not be started.
         """
         worker = cls(recipe, device, regions, scheduler)
-        with reserve.spent(), contextlib.ExitStack() as failing, contextlib.ExitStack() as after:
-            ours = []
-            theirs = []
-            for _ in range(3):
-                end, other = socket.socketpair()
-                ours.append(failing.enter_context(end))
-                theirs.append(after.enter_context(other).fileno())
-            start = Start(recipe, device, arena.descriptor, *theirs)
-            worker._process = spawn(
-                "convgrad-worker", worker_main, start, descriptors=[arena.descriptor, *theirs]
+        with reserve.spent():
+            worker._process, (jobs, control, worker._files) = spawn(
+                "convgrad-worker",
+                worker_main,
+                *(recipe, device, arena.descriptor),
+                descriptors=[arena.descriptor],
+                sockets=[socket.SOCK_STREAM] * 3,
             )
-            failing.pop_all()
-        worker._jobs = await Channel.open(ours[0], worker._task_message, worker._process_lost)
-        worker._control = await Channel.open(ours[1], worker._control_message, worker._process_lost)
-        worker._files = ours[2]
+        worker._jobs = await Channel.open(jobs, worker._task_message, worker._process_lost)
+        worker._control = await Channel.open(control, worker._control_message, worker._process_lost)
         regions.on_closed.append(worker._forget)
         try:
-            async with asyncio.timeout(None if recipe.warm_up else _START_S):
+            async with asyncio.timeout(None if recipe.warm_up else START_S):
                 worker.greeting = await worker._greeted
         except TimeoutError:
             worker._process_lost()
             raise DeviceUnavailable(
-                f"a worker's process was not ready within {_START_S} s"
+                f"a worker's process was not ready within {START_S} s"
             ) from None
         except ServiceError:
             worker._process_lost()
@@ -205,10 +197,6 @@ class ProcessWorker:
         await self.lost
 
     async def probe(self, handle: bytes, size_bytes: int) -> None:
-        """Check that its device's memory can be opened by ``handle``.
-
-        Raises as `ServingBackend.open_handle`, and DeviceUnavailable if the worker ends.
-        """
         number = next(self._numbers)
         answered = self._probes[number] = asyncio.get_running_loop().create_future()
         self._control.send(Probe(number, handle, size_bytes))

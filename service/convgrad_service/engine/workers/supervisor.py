@@ -35,8 +35,6 @@ class Supervisor:
         self._failing_s: dict[int, float] = {}
         self._hung: set[int] = set()
         hub.fault = lambda: self.fault
-        hub.workers = lambda: self.workers
-        hub.vitals = lambda: {index: worker.vitals for index, worker in self.workers.items()}
 
     @property
     def fault(self) -> str | None:
@@ -147,9 +145,9 @@ class Supervisor:
             self._hung.discard(index)
         if (why := worker.check(beat_s, self._options.progress_timeout_s)) is not None:
             _log.error("worker %d (process %d) %s; it is ended", index, worker.process_id, why)
-            self._hub.children.hung["convgrad-worker"] += 1
             self._hung.add(index)
             worker.end()
+            self._hub.children.hung["convgrad-worker"] += 1
 
     def _dead(self) -> str | None:
         """Return why the server is not live, or None.

@@ -19,7 +19,7 @@ from convgrad.errors import ServiceError
 from convgrad_service.backends.base import Cancellation, ServingBackend, Vitals
 from convgrad_service.engine.ipc.channel import Interned, Ping, Pipe, Pong
 from convgrad_service.engine.memory.arena import Arena
-from convgrad_service.engine.memory.tensor_layout import PackedTensorLayout, TensorLayout
+from convgrad_service.engine.memory.tensor_layout import TensorLayout, unpack_layout
 from convgrad_service.engine.scheduling.partition import JobResult
 from convgrad_service.engine.shm.mappings import RegionMappings
 from convgrad_service.engine.shm.registry import RegionSlice
@@ -38,7 +38,6 @@ __all__ = [
     "Probe",
     "ProbeResult",
     "RunTask",
-    "Start",
     "WorkerFailed",
     "WorkerRecipe",
     "worker_main",
@@ -69,17 +68,6 @@ class WorkerRecipe(NamedTuple):
     prepare: Callable[[], None] = gc.enable  # a picklable no-op: it is enabled anyway
     inline_backend: InlineBackend | None = None
     warm_up: Callable[[ServingBackend], None] | None = None
-
-
-class Start(NamedTuple):
-    """What a worker process starts with; the last four fields are inherited descriptors."""
-
-    recipe: WorkerRecipe
-    device: int
-    arena: int
-    jobs: int
-    control: int
-    files: int
 
 
 class Hello(NamedTuple):
@@ -167,22 +155,27 @@ class WorkerFailed(Exception):
         return cls("".join([f"{error!r}\n", *traceback.format_exception(error)]))
 
 
-def worker_main(start: Start) -> None:
-    """Compute tasks until the hub closes the control channel."""
-    control, recipe = Pipe(start.control), start.recipe
+def worker_main(
+    recipe: WorkerRecipe, device: int, arena_file: int, jobs: int, control_end: int, files: int
+) -> None:
+    """Compute tasks until the hub closes the control channel.
+
+    The last four are descriptors: of the arena, and of the sockets for tasks, for other messages,
+    and for the files of regions.
+    """
+    control = Pipe(control_end)
     switch_soon(_SWITCH_S)
     recipe.prepare()
     try:
-        backend = recipe.make_backend(start.device)
+        backend = recipe.make_backend(device)
         if recipe.warm_up is not None:
             recipe.warm_up(backend)
     except ServiceError as error:
         control.send(error)
         return
-    files = socket.socket(fileno=start.files)
-    arena = Arena(start.arena)
+    arena = Arena(arena_file)
     backend.adopt(arena.address, arena.size_bytes)
-    worker = _Worker(backend, arena, Pipe(start.jobs), control, files)
+    worker = _Worker(backend, arena, Pipe(jobs), control, socket.socket(fileno=files))
     slots = recipe.slots or backend.slots
     for index in range(slots):
         threading.Thread(target=worker.serve, name=f"compute-{index}", daemon=True).start()
@@ -381,7 +374,7 @@ class _Worker:
                 os.close(descriptors[0])
         slot, packed = task.interned
         if packed is not None:
-            self._layouts[slot] = PackedTensorLayout(packed).unpack()
+            self._layouts[slot] = unpack_layout(packed)
             self._compiled = {key for key in self._compiled if key[0] != slot}
         return refusal or self._layouts[slot]
 

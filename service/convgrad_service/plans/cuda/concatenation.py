@@ -8,17 +8,12 @@ from math import prod
 from typing import Literal
 
 from convgrad_service.plans.cuda.program import Workspace
-from convgrad_service.plans.cuda.works import (
-    Copy,
-    CopyAxis,
-    Operand,
-    contiguous_strides,
-)
+from convgrad_service.plans.cuda.works import Copy, CopyAxis, Operand, contiguous_strides
 from convgrad_service.problems.concatenation import MAX_DIMENSIONS, concatenate
 from convgrad_service.problems.geometry import ConvShape
 from convgrad_service.problems.sizes import size3
 
-__all__ = ["ConcatenatedOperands", "concatenate_operands"]
+__all__ = ["concatenate_operands"]
 
 # Canonical axes, of activations (N, G, C, D, H, W) and weights (G, K, C, T, R, S).
 ACTIVATION_LAST, ACTIVATION_FIRST = (0, 3, 4, 5, 1, 2), (0, 1, 2, 3, 4, 5)

@@ -26,20 +26,13 @@ from convgrad_service.plans.cuda.works import (
     WindowWork,
 )
 
-__all__ = [
-    "Chosen",
-    "Families",
-    "Family",
-    "FastestExpected",
-    "Overhead",
-    "Selector",
-    "Work",
-    "choose",
-]
+__all__ = ["Chosen", "Families", "Family", "FastestExpected", "Overhead", "Selector", "Work"]
+__all__ += ["Solver", "choose"]
 
 Work = ConvWork | FusedWork | ChannelSums | PoolWork | WindowWork | UnpoolWork | Copy
 W = TypeVar("W", bound=Work, contravariant=True)
 V = TypeVar("V", bound=Work)
+C = TypeVar("C")
 
 
 class Family(Protocol[W]):
@@ -58,6 +51,46 @@ class Family(Protocol[W]):
     def instances(self) -> Iterable[Instance]:
         """Return every instance that `launches` can use, each once."""
         ...
+
+
+class Solver(ABC, Generic[V, C]):
+    """A family that chooses a configuration for a piece of work, from which its launches follow.
+
+    A configuration is a tile and how the work is divided among blocks: with the work, all that
+    decides the launches, and so the order of additions.
+    """
+
+    name: str
+    _solved: tuple[V, CudaDevice, C | str] | None = None
+
+    @abstractmethod
+    def solve(self, work: V, device: CudaDevice) -> C | str:
+        """Return the configuration with the least cost, or why the family does not compute this."""
+
+    @abstractmethod
+    def fragment(self, work: V, device: CudaDevice, config: C) -> Fragment:
+        """Return the launches with a configuration: the chosen one, or another for a test."""
+
+    @abstractmethod
+    def instances(self) -> Iterable[Instance]:
+        """See `Family.instances`."""
+
+    def why_not(self, work: V, device: CudaDevice) -> str | None:
+        found = self._solution(work, device)
+        return found if isinstance(found, str) else None
+
+    def launches(self, work: V, device: CudaDevice) -> Fragment:
+        found = self._solution(work, device)
+        if isinstance(found, str):
+            raise ValueError(found)
+        return self.fragment(work, device, found)
+
+    def _solution(self, work: V, device: CudaDevice) -> C | str:
+        """Return what `solve` does; `launches`, which follows `why_not`, does not solve again."""
+        solved = self._solved
+        if solved is None or solved[0] is not work or solved[1] is not device:
+            solved = self._solved = work, device, self.solve(work, device)
+        return solved[2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,15 +217,13 @@ class Selector(ABC, Generic[V]):
 
     @abstractmethod
     def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`."""
+        """Return the instances of its families; see `Family.instances`."""
 
     def why_not(self, work: V, device: CudaDevice) -> str | None:
-        """See `Family.why_not`."""
         chosen, reasons = self.choice(work, device)
         return "; ".join(reason for _, reason in reasons) if chosen is None else None
 
     def launches(self, work: V, device: CudaDevice) -> Fragment:
-        """See `Family.launches`."""
         chosen, _ = self.choice(work, device)
         if chosen is None:
             raise ValueError("work that why_not refuses")
@@ -221,19 +252,15 @@ class FastestExpected(Selector[V]):
     name = "fastest_expected"
 
     def __init__(
-        self,
-        *sides: Sequence[Family[V]],
-        overheads: Mapping[str, Overhead],
-        optional: bool = False,
+        self, *sides: Sequence[Family[V]], overheads: Mapping[str, Overhead], optional: bool = False
     ) -> None:
         """``overheads`` are by family name; a family without one is never the fastest."""
-        self._sides = sides
+        self.sides = sides
         self._overheads = overheads
         self._optional = optional
 
     def without(self, names: Collection[str]) -> tuple[Family[V], ...]:
-        """See `Selector.without`."""
-        sides = [_without(side, names) for side in self._sides]
+        sides = [_without(side, names) for side in self.sides]
         left = [side for side in sides if side]
         if len(left) < 2 or not (sides[0] or self._optional):
             return tuple(family for side in left for family in side)
@@ -243,7 +270,7 @@ class FastestExpected(Selector[V]):
         """See `Selector.choice`: the fastest candidate."""
         reasons: list[tuple[str, str]] = []
         found: list[Chosen] = []
-        for side in self._sides:
+        for side in self.sides:
             chosen, passed_over = _first(side, work, device)
             reasons += passed_over
             if chosen is not None:
@@ -271,5 +298,4 @@ class FastestExpected(Selector[V]):
         return None if overhead is None else overhead.total_s(chosen.fragment)
 
     def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`."""
-        return [instance for one in chain(*self._sides) for instance in one.instances()]
+        return [instance for one in chain(*self.sides) for instance in one.instances()]

@@ -18,7 +18,7 @@ from convgrad_service.problems import Conv3dBackpropInput
 from convgrad_service.problems.formats3d import N0
 from convgrad_service.problems.layouts import LAYOUTS, activation_shape, weight_shape
 
-__all__ = ["Conversion", "convert_formats"]
+__all__ = ["convert_formats"]
 
 # Blocked formats are converted to channels last: their innermost dimension is channels too.
 _LAST = LAYOUTS["NDHWC"]

@@ -25,17 +25,9 @@ from convgrad_service.problems.planes import PlaneProblem
 from convgrad_service.problems.sizes import Size
 from convgrad_service.problems.windows import WindowAxis
 
-__all__ = [
-    "adaptive_max_backward",
-    "adaptive_max_forward",
-    "average_backward",
-    "average_forward",
-    "max_backward_from_indices",
-    "max_forward",
-    "sliding_windows",
-    "unpool_backward",
-    "unpool_forward",
-]
+__all__ = ["adaptive_max_backward", "adaptive_max_forward", "average_backward", "average_forward"]
+__all__ += ["max_backward_from_indices", "max_forward", "sliding_windows", "unpool_backward"]
+__all__ += ["unpool_forward"]
 
 Sequential = tuple[list[Chosen], list[Workspace]]
 """Pieces of work that run one after another, and the workspace between them."""

@@ -12,27 +12,12 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Protocol
 
+from convgrad.dtypes import DType
 from convgrad_service.plans.base import Plan
-from convgrad_service.plans.cuda.device import (
-    ARCHITECTURES,
-    CudaDevice,
-    listed_architecture,
-)
+from convgrad_service.plans.cuda.device import ARCHITECTURES, CudaDevice, listed_architecture
 
-__all__ = [
-    "ALIGNMENT",
-    "ArgumentBlock",
-    "Arguments",
-    "Check",
-    "Clear",
-    "CudaPlan",
-    "Fragment",
-    "Instance",
-    "Launch",
-    "Step",
-    "Workspace",
-    "ceil_div",
-]
+__all__ = ["ALIGNMENT", "CUDA_TYPES", "ArgumentBlock", "Arguments", "Check", "Clear", "CudaPlan"]
+__all__ += ["Fragment", "Instance", "Launch", "Step", "Workspace", "ceil_div", "macros_of"]
 
 ALIGNMENT = 256
 """Alignment of every buffer, in bytes."""
@@ -40,6 +25,17 @@ ALIGNMENT = 256
 ZEROS, ZEROS_BYTES = "zeros", 2**16
 """A buffer of zeros that every plan may use and that every kernel leaves zero. Blocks count their
 arrivals in it; clearing such counters would cost a launch each time."""
+
+
+CUDA_TYPES = {
+    DType.FLOAT16: "f16",
+    DType.BFLOAT16: "bf16",
+    DType.FLOAT32: "float",
+    DType.FLOAT64: "double",
+    DType.INT32: "int",
+    DType.INT64: "long long",
+}
+"""The names of element types in ``core/elements.cuh``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +61,16 @@ class Instance:
 
     @classmethod
     def of(
-        cls,
-        source: str,
-        defines: Mapping[str, object],
-        architectures: tuple[str, ...] = ARCHITECTURES,
+        cls, source: str, architectures: tuple[str, ...] = ARCHITECTURES, /, **macros: object
     ) -> Instance:
-        """Return an instance of the kernel that has the name of its source file."""
-        values = tuple((name, str(value)) for name, value in defines.items())
+        """Return an instance of the kernel that has the name of its source file.
+
+        A dtype among the macros is spelled as kernels do (`CUDA_TYPES`), a flag as 0 or 1; a
+        macro that is None is not defined.
+        """
+        values = tuple(
+            (name, _spelled(value)) for name, value in macros.items() if value is not None
+        )
         return cls(source, PurePosixPath(source).stem, values, architectures)
 
     @property
@@ -86,6 +85,17 @@ class Instance:
     def runs_on(self, device: CudaDevice) -> bool:
         """Whether this device runs it; Hopper's own instructions run on Hopper alone."""
         return self.architectures != ("sm_90a",) or device.architecture == "sm_90a"
+
+
+def macros_of(tile: object, *fields: str) -> dict[str, object]:
+    """Return macros that are named after these fields of a tile, in capitals."""
+    return {field.upper(): getattr(tile, field) for field in fields}
+
+
+def _spelled(value: object) -> str:
+    if isinstance(value, DType):
+        return CUDA_TYPES[value]
+    return str(int(value)) if isinstance(value, bool) else str(value)
 
 
 class ArgumentBlock(Protocol):

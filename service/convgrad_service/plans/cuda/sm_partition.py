@@ -43,6 +43,8 @@ def partition_multiprocessors(
         return whole
     # An even count, because clusters are pairs.
     count = 2 * round(SECOND_FRACTION * device.multiprocessors / 2)
+    if not 0 < count < device.multiprocessors:
+        return whole
     parts = (
         first(replace(device, multiprocessors=device.multiprocessors - count)),
         second(replace(device, multiprocessors=count)),

@@ -18,7 +18,13 @@ static inline void cp_async(u32 to, const void* from, int real = kBytes) {
   if (real > 0) emulator::check_global(from, real, kBytes);
   if (own.count == emulator::Copies::kMost)
     emulator::fail("more copies under way than the emulator has room for");
-  own.all[own.count++] = {emulator::in_shared(to, kBytes, kBytes), from, kBytes, real, own.group};
+  char* const at = emulator::in_shared(to, kBytes, kBytes);
+  // Either may come last.
+  for (u32 i = 0; i < own.count; ++i) {
+    if (own.all[i].to < at + kBytes && at < own.all[i].to + own.all[i].bytes)
+      emulator::fail("a copy to where another one is under way");
+  }
+  own.all[own.count++] = {at, from, kBytes, real, own.group};
 }
 static inline void cp_async_zfill(u32 to, const void* from, bool pred) {
   cp_async<16>(to, from, pred ? 16 : 0);

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import time
 
-from convgrad_service.engine.memory.tensor_layout import PackedTensorLayout
 from convgrad_service.engine.scheduling.scheduler import Scheduler
 from convgrad_service.engine.workers.execute import Job
 from convgrad_service.problems.base import Lane
-from tests.support.scheduling import DONE, Recorder, known_pace, run, submit
+from tests.support.scheduling import DONE, Recorder, job, known_pace, run, submit
 
 
 def alone_job() -> Job:
-    return Job(PackedTensorLayout(b"", 1), 0, lane=Lane.ALONE)
+    return job()._replace(lane=Lane.ALONE)
 
 
 def test_exclusive_job_reserves_a_worker() -> None:

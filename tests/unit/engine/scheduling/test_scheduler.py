@@ -9,13 +9,10 @@ from typing import Any
 import pytest
 
 from convgrad.errors import DeadlineExceeded, DeviceUnavailable, Overloaded
-from convgrad_service.engine.memory.tensor_layout import PackedTensorLayout
-from convgrad_service.engine.scheduling.cost_model import CostModel
-from convgrad_service.engine.scheduling.scheduler import Scheduler
+from convgrad_service.engine.scheduling.scheduler import CostModel, Scheduler
 from convgrad_service.engine.scheduling.task import Task, WorkerLost
 from convgrad_service.engine.shm.registry import RegionSlice
-from convgrad_service.engine.workers.execute import Job
-from tests.support.scheduling import DONE, Recorder, known_pace, run, submit
+from tests.support.scheduling import DONE, Recorder, job, known_pace, run, submit
 
 
 def finish(schedule: Scheduler, worker: Recorder, result: Any = DONE) -> Task:
@@ -238,7 +235,7 @@ def test_idle_worker_with_the_stored_tensors_is_preferred() -> None:
         workers = [Recorder(2), Recorder(2, used=1), Recorder(2, used=2)]
         for worker in workers:
             schedule.add(worker)
-        with_tensors = Job(PackedTensorLayout(b"", 1), 0, (RegionSlice(1, 0, stored=True),))
+        with_tensors = job()._replace(regions=(RegionSlice(1, 0, stored=True),))
         until_s = time.monotonic() + 60
         for expected in (2, 1, 0, 2):
             before = len(workers[expected].held)

@@ -13,6 +13,7 @@ from convgrad_service.plans.cuda.program import CudaPlan, Launch
 from convgrad_service.problems import Problem
 from convgrad_service.problems.geometry import ConvShape
 from tests.support.kernels.fused_problems import AMPERE, conv, fused, separable
+from tests.support.kernels.plans import check_plan
 
 
 def plan(problem: Problem, device: CudaDevice = H200) -> CudaPlan:
@@ -42,6 +43,17 @@ def test_a_second_convolution_with_taps_is_not_fused() -> None:
 )
 def test_other_first_convolutions_are_two_launches(first: ConvShape, said: str) -> None:
     check_two(plan(fused(first, conv(2, first.out_channels, 32, first.output_size))), said)
+
+
+@pytest.mark.parametrize("channels", [36, 100])
+@pytest.mark.parametrize("kernel", [1, 3])
+@pytest.mark.parametrize("size", [14, 56])
+def test_copies_of_the_intermediate_wait_for_it(channels: int, kernel: int, size: int) -> None:
+    """Channels of the intermediate that are not whole chunks are copied for some families."""
+    first = conv(8, 64, channels, (size, size), 3, 1, 1, 1)
+    second = conv(8, channels, 128, first.output_size, kernel, 1, 1, kernel // 2)
+    problem = fused(first, second)
+    check_plan(plan(problem), problem, H200)
 
 
 def test_float32_is_two_launches() -> None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.families import FAMILIES
+from convgrad_service.backends.cuda.kernels.conv.dense_weight import DenseWeight
 from convgrad_service.backends.cuda.kernels.conv.first_forward import FirstForward
 from convgrad_service.backends.cuda.kernels.conv.hopper_first_data import HopperFirstData
 from convgrad_service.backends.cuda.kernels.conv.hopper_first_taps import HopperFirstTaps
 from convgrad_service.backends.cuda.kernels.conv.hopper_gather import HopperGather
 from convgrad_service.backends.cuda.kernels.conv.hopper_gather_plan import Schedule, may_pingpong
 from convgrad_service.backends.cuda.kernels.conv.hopper_gather_tiles import HopperTile
+from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm import PointwiseGemm
 from convgrad_service.backends.cuda.kernels.core.gather_axes import gather_axis
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import chunk_counts
 from convgrad_service.plans.cuda.device import H200
@@ -28,6 +31,7 @@ from convgrad_service.plans.cuda.works import (
 )
 from convgrad_service.problems.geometry import ConvShape
 from convgrad_service.problems.layouts import LAYOUTS, activation_shape, weight_shape
+from tests.support.kernels.conv_work import ADA
 from tests.support.kernels.plans import check_plan
 from tests.support.numerics.large_tensors import LARGE, MORE_THAN
 
@@ -157,6 +161,31 @@ def test_more_planes_than_a_grid_holds_are_left_to_others() -> None:
     launch = choose(FAMILIES.bwd_data, of(2**20), H200).fragment.steps[-1]
     assert isinstance(launch, Launch)
     assert 0 < launch.grid[0] <= MOST
+
+
+def test_more_tiles_than_a_grid_holds_are_not_computed_by_clusters() -> None:
+    """Blocks that store such results have a tile each, or else are persistent."""
+    family = PointwiseGemm()
+    for pixels in (2**20, 2**25):
+        plain = work_of("fwd", (64, 64), (pixels,), (1,), (1,))
+        assert family.why_not(plain, H200) is None
+        for work in (plain, replace(plain, activation="relu")):
+            launch = choose(FAMILIES.fwd, work, H200).fragment.steps[-1]
+            assert isinstance(launch, Launch)
+            assert max(launch.grid[1:]) < 2**16
+    assert family.why_not(replace(plain, activation="relu"), H200) == "no tile fits"
+
+
+def test_offsets_that_do_not_fit_into_shared_memory_are_left_to_others() -> None:
+    """Those of 125 taps in 64 bits, where a block has 99 KiB."""
+    family = DenseWeight()
+    small, large = (
+        work_of("weight", (8, 128), (size,) * 3, (5, 5, 5), (4, 4, 4), batch=256)
+        for size in (28, 112)
+    )
+    assert family.why_not(small, ADA) is family.why_not(large, H200) is None
+    assert "do not fit" in str(family.why_not(large, ADA))
+    assert choose(FAMILIES.bwd_weight, large, ADA).family == "implicit_gemm"
 
 
 def test_kernel_rows_are_shared_by_no_more_blocks_than_a_grid_holds() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -26,9 +27,10 @@ from convgrad_service.plans.cuda.splitting import parts_that_fit
 from convgrad_service.plans.cuda.works import activation_operand, weight_operand
 from convgrad_service.problems import PROBLEMS, Problem
 from convgrad_service.problems.layouts import LAYOUTS, activation_view, weight_view
+from tests.support.kernels.conv_work import ADA
 from tests.support.kernels.cuda_backends import general
 from tests.support.kernels.harness import with_layouts
-from tests.support.kernels.plans import check_plan, problem_of
+from tests.support.kernels.plans import check_plan, large_problem_of, problem_of
 from tests.support.numerics.arrays import DTYPES
 from tests.support.numerics.cases import (
     EPILOGUES,
@@ -40,6 +42,7 @@ from tests.support.numerics.cases import (
     conv_cases,
     pool_cases,
 )
+from tests.support.numerics.classes import any_request
 from tests.support.numerics.window_cases import OPERATIONS as WINDOWS
 from tests.support.numerics.window_cases import window_cases
 
@@ -86,6 +89,22 @@ def test_every_case_has_a_plan(device: CudaDevice, dtype: str) -> None:
     for case in CASES:
         for problem in problems(case, dtype):
             check_plan(plan_for(problem, device, FAMILIES), problem, device)
+
+
+@pytest.mark.parametrize("device", [H200, A100, ADA], ids=lambda device: device.name)
+@pytest.mark.parametrize("draws", [40, pytest.param(2000, marks=pytest.mark.slow)])
+def test_layers_of_any_size_have_a_plan(seed: int, device: CudaDevice, draws: int) -> None:
+    rng = Random(f"{seed} {device.name}")
+    for number in range(draws):
+        case, dtype = any_request(rng), rng.choice(sorted(DTYPES))
+        if dtype == "float32" and rng.random() < 0.5:
+            case = case.with_params("high", precision="high")
+        problem = large_problem_of(case, dtype, last=rng.random() < 0.5)
+        try:
+            check_plan(plan_for(problem, device, FAMILIES), problem, device)
+        except Exception as error:
+            error.add_note(f"seed {seed}, number {number}: {dtype} {case}")
+            raise
 
 
 @pytest.mark.parametrize("operation", PROBLEMS)

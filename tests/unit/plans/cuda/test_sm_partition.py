@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -31,6 +32,13 @@ def test_small_work_is_shared_out() -> None:
     """Half as many multiprocessors take less than twice as long, and each has one start."""
     small = made(lambda count: 10e-6 + 1.5e-3 / count)
     assert of(*partition_multiprocessors(small, small, H200)) == ["72", "60"]
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 2])
+def test_too_few_multiprocessors_are_not_divided(multiprocessors: int) -> None:
+    device = replace(H200, multiprocessors=multiprocessors)
+    small = made(lambda count: 10e-6 + 1e-6 / count)
+    assert of(*partition_multiprocessors(small, small, device)) == [str(multiprocessors)] * 2
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from math import prod
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.conv.dense_weight import weight_expected_s
 from convgrad_service.backends.cuda.kernels.conv.hopper_weight import HopperWeight
+from convgrad_service.backends.cuda.kernels.core.limits import Requirements
 from convgrad_service.backends.cuda.kernels.layout.channels_last import overlapping, prepare_side
 from convgrad_service.backends.cuda.kernels.layout.planes import PixelRows, Rows
 from convgrad_service.backends.cuda.kernels.layout.transpose import Transpose
@@ -33,6 +34,9 @@ CHUNK = 4
 COPY_S, BYTES_PER_S, PRODUCT_SCALE = 3e-6, 5.0e12, 0.88
 # dense_weight's measured time in TF32 on an H200, over its modelled time: 1.1 to 1.6.
 TF32_SLOWER = 1.25
+
+
+NEEDS = Requirements((DType.FLOAT32,), tf32=True)
 
 
 class BatchLastWeight:
@@ -54,11 +58,8 @@ class BatchLastWeight:
         self._copy = Transpose()
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
-        """See `Family.why_not`."""
-        if (work.dtype, work.precision) != (DType.FLOAT32, "high"):
-            return f"{work.dtype} of {work.precision} precision"
-        if work.groups > 1:
-            return f"{work.groups} groups of channels"
+        if (reason := NEEDS.why_not(work, device)) is not None:
+            return reason
         read, *_ = _channels_last(work, device)
         if read.batch % CHUNK:
             return f"{read.batch} images; expected a multiple of {CHUNK}"
@@ -77,7 +78,6 @@ class BatchLastWeight:
         return None
 
     def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
-        """See `Family.launches`."""
         read, steps, first = _channels_last(work, device)
         rows = _rows(read)
         for copy in _copies(read, rows):
@@ -102,7 +102,6 @@ class BatchLastWeight:
         return _copied_s(map(_bytes, (rows.x, rows.y))) + PRODUCT_SCALE * product_s
 
     def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`."""
         return [*self._copy.instances(), *self._product.instances()]
 
 

@@ -21,6 +21,7 @@ from convgrad_service.backends.cuda.kernels.conv.dense_weight import weight_expe
 from convgrad_service.backends.cuda.kernels.conv.hopper_weight import HopperWeight
 from convgrad_service.backends.cuda.kernels.core.elements import linear_grid
 from convgrad_service.backends.cuda.kernels.core.gather_axes import divider
+from convgrad_service.backends.cuda.kernels.core.limits import Requirements
 from convgrad_service.backends.cuda.kernels.layout.channels_last import overlapping, prepare_side
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import HOPPER, CudaDevice
@@ -48,6 +49,9 @@ TF32_SLOWER = 1.33
 Bf16PartsArgs = structure("conv/bf16_parts.cu", "Bf16PartsArgs")
 
 
+NEEDS = Requirements((DType.FLOAT32,), tf32=True)
+
+
 class Bf16x3Weight:
     """bwd_weight of float32 (``precision: high``) on sm_90a, by `HopperWeight`.
 
@@ -69,9 +73,8 @@ class Bf16x3Weight:
         self._product, self._everywhere = product or HopperWeight(), everywhere
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
-        """See `Family.why_not`."""
-        if (work.dtype, work.precision) != (DType.FLOAT32, "high"):
-            return f"{work.dtype} of {work.precision} precision"
+        if (reason := NEEDS.why_not(work, device)) is not None:
+            return reason
         operands = (work.in_channels, work.input), (work.out_channels, work.output)
         vectors = max(work.batch * prod(size) * ceil_div(c, VECTOR) for c, size in operands)
         if vectors > MAX_VECTORS:
@@ -84,7 +87,6 @@ class Bf16x3Weight:
         return None
 
     def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
-        """See `Family.launches`."""
         parts = _of_parts(work)
         steps: list[Step] = []
         workspace: list[Workspace] = []
@@ -111,7 +113,6 @@ class Bf16x3Weight:
         )
 
     def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`."""
         return [_instance(), *self._product.instances()]
 
 
@@ -168,4 +169,4 @@ def _in_order(strides: tuple[int, ...], extents: tuple[int, ...]) -> bool:
 
 
 def _instance() -> Instance:
-    return Instance("conv/bf16_parts.cu", "bf16_parts", (), HOPPER)
+    return Instance.of("conv/bf16_parts.cu", HOPPER)

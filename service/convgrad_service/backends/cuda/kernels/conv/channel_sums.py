@@ -8,7 +8,6 @@ from math import prod
 
 from convgrad.dtypes import FLOATING, DType
 from convgrad_service.backends.cuda.arguments import pack
-from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice, sum_dtype
 from convgrad_service.plans.cuda.program import (
@@ -89,7 +88,6 @@ class ChannelSumsKernel:
     name = "channel_sums"
 
     def why_not(self, work: ChannelSums, device: CudaDevice) -> str | None:
-        """See `Family.why_not`."""
         _, _, _, d, h, w = work.y.strides
         rows, columns = work.output[1:]
         nested = (h == columns * w or rows == 1) and (
@@ -98,7 +96,6 @@ class ChannelSumsKernel:
         return None if nested else f"positions with strides {(d, h, w)} are not one run"
 
     def launches(self, work: ChannelSums, device: CudaDevice) -> Fragment:
-        """See `Family.launches`."""
         view = _View.of(work)
         # Along pixels, consecutive threads read consecutive vectors of one channel.
         width = min(WIDEST, view.columns) if view.along_channels else 1
@@ -142,7 +139,6 @@ class ChannelSumsKernel:
         return Fragment(self.name, (launch,), workspace)
 
     def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`."""
         for dtype in FLOATING:
             for vector in (1, VECTOR_BYTES // dtype.itemsize):
                 for along_channels in (False, True):
@@ -151,10 +147,5 @@ class ChannelSumsKernel:
 
 def _instance(dtype: DType, vector: int, along_channels: bool) -> Instance:
     return Instance.of(
-        "conv/channel_sums.cu",
-        {
-            "ELEMENT": CUDA_TYPES[dtype],
-            "VECTOR": vector,
-            "CHANNELS": int(along_channels),
-        },
+        "conv/channel_sums.cu", ELEMENT=dtype, VECTOR=vector, CHANNELS=along_channels
     )

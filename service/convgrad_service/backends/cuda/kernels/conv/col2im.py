@@ -12,17 +12,18 @@ This serves the input gradients of first layers and, at stride 1, forward passes
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import gcd, prod
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
-from convgrad_service.backends.cuda.kernels.core.elements import (
-    ACTIVATIONS,
-    CUDA_TYPES,
-    linear_grid,
+from convgrad_service.backends.cuda.kernels.conv.lowering import Lowered, LoweringFamily
+from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS, linear_grid
+from convgrad_service.backends.cuda.kernels.core.limits import (
+    DTYPES,
+    Requirements,
+    why_not_32bit_positions,
 )
-from convgrad_service.backends.cuda.kernels.core.limits import why_not_32bit_positions
 from convgrad_service.backends.cuda.kernels.layout.channels_last import (
     CHUNK_BYTES,
     Prepared,
@@ -31,27 +32,12 @@ from convgrad_service.backends.cuda.kernels.layout.channels_last import (
 from convgrad_service.backends.cuda.kernels.layout.strided_copy import StridedCopy
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import OVERLAPPING, CudaDevice
-from convgrad_service.plans.cuda.families import Family, choose
-from convgrad_service.plans.cuda.program import (
-    Clear,
-    Fragment,
-    Instance,
-    Launch,
-    Step,
-    Workspace,
-    ceil_div,
-)
-from convgrad_service.plans.cuda.works import (
-    ConvWork,
-    Copy,
-    CopyAxis,
-    Operand,
-    contiguous_strides,
-)
+from convgrad_service.plans.cuda.families import Family
+from convgrad_service.plans.cuda.program import Clear, Instance, Launch, Step, Workspace, ceil_div
+from convgrad_service.plans.cuda.works import ConvWork, Copy, CopyAxis, Operand, contiguous_strides
 
 __all__ = ["Col2im"]
 
-DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
 SUM = DType.FLOAT32
 THREADS = 256
 # The most channels of a result, by instance.
@@ -63,10 +49,79 @@ MOST_COLUMNS_BYTES = 2**31
 Col2imArgs = structure("conv/col2im.cu", "Col2imArgs")
 
 
-class Col2im:
+def _gemm(work: ConvWork, device: CudaDevice) -> Lowered | None:
+    """Return the product of all taps and the source's pixels; None if these do not have a single
+    stride.
+
+    It is a pointwise convolution whose result has a plane of pixels for each column. In float32,
+    for which kernels write rows of channels, the taps are its pixels, and the pixels of the source
+    its output channels.
+    """
+    source = prepare_side(work, "source", device)
+    size = work.sizes[0]
+    n, _, channel, *spatial = source.operand.strides
+    pixel = spatial[2]
+    outer, *inner, _ = contiguous_strides((work.batch, *size, 1))
+    for extent, stride, steps in zip(
+        (work.batch, *size), (n, *spatial), (outer, *inner), strict=True
+    ):
+        if extent > 1 and stride != steps * pixel:
+            return None
+    if channel != 1:
+        return None
+    chunk = CHUNK_BYTES // work.dtype.itemsize
+    channels = work.channels[0]
+    if source.steps:
+        # The copy has zeros up to a whole chunk.
+        channels = ceil_div(channels, chunk) * chunk
+    rows, pixels = work.taps * work.channels[1], work.batch * prod(size)
+    lead = f"{work.prefix}{work.direction}."
+    weight = _weight(work, channels, f"{lead}taps", device)
+    taps = weight.operand
+    read = replace(source.operand, strides=(pixels * pixel, pixel, 1, 0, 0, pixel))
+    columns = Operand(f"{lead}columns", SUM, (rows * pixels, 0, pixels, 0, 0, 1))
+    x, w, outputs, positions = read, taps, rows, pixels
+    if work.dtype is SUM:
+        columns = replace(columns, strides=(rows * pixels, 0, 1, 0, 0, pixels))
+        x, w, outputs, positions = taps, read, pixels, rows
+    conv = replace(
+        work.conv,
+        batch=1,
+        in_channels=channels,
+        out_channels=outputs,
+        input_size=(positions,),
+        output_size=(positions,),
+        kernel_size=(1,),
+        stride=(1,),
+        dilation=(1,),
+        padding=((0, 0),),
+    )
+    product = replace(
+        work,
+        direction="fwd",
+        conv=conv,
+        result_dtype=SUM,
+        x=x,
+        w=replace(w, strides=(*w.strides[:3], 0, 0, 0)),
+        y=columns,
+        accumulate=None,
+        bias=None,
+        alpha=1.0,
+        beta=0.0,
+        activation="none",
+        split_k=None,
+        follows=False,
+        leads=False,
+    )
+    between = Workspace(columns.buffer, rows * pixels * SUM.itemsize)
+    workspace = (*weight.workspace, *source.workspace, between)
+    return Lowered(product, (*weight.steps, *source.steps), workspace)
+
+
+class Col2im(LoweringFamily):
     """fwd of stride 1 and bwd_data, with the GEMM of the first family that takes it."""
 
-    name = "col2im"
+    name, suffix, timed = "col2im", "col2im", False
 
     def __init__(
         self,
@@ -86,29 +141,28 @@ class Col2im:
         least_gathered_bytes
             The fewest bytes of the source that an implicit GEMM would read, taps included.
         """
-        self._narrow, self._wide = narrow, wide
+        super().__init__(narrow)
+        self._wide = wide
         self._least_gathered_bytes = least_gathered_bytes
 
-    def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
-        """See `Family.why_not`.
+    def lowered(self, work: ConvWork, device: CudaDevice) -> Lowered | str:
+        """See `LoweringFamily.lowered`.
 
         Pieces of a problem may get another answer than the whole: their order of additions differs.
         """
         if work.direction == "bwd_weight":
             return "a gradient of the weight"
-        if work.groups != 1:
-            return f"{work.groups} groups"
+        if (reason := Requirements().why_not(work, device)) is not None:
+            return reason
         source, channels = work.channels
         if channels > CHANNELS[-1]:
             return f"{channels} channels of the result are more than {CHANNELS[-1]}"
         if work.taps == 1:
             return "one tap"
-        if work.dtype not in DTYPES or work.result_dtype not in DTYPES:
-            return f"{work.dtype.value} is not accumulated in float32"
+        if work.result_dtype not in DTYPES:
+            return f"a result in {work.result_dtype}"
         if work.direction == "fwd" and max(work.stride) > 1:
             return "products of pixels between the strides"
-        if work.accumulate is not None and work.accumulate.strides != work.result.strides:
-            return "accumulate does not lie as the result does"
         columns = work.taps * channels
         pixels = [work.batch * prod(size) for size in work.sizes]
         if pixels[0] * work.taps * source * work.dtype.itemsize < self._least_gathered_bytes:
@@ -120,120 +174,20 @@ class Col2im:
         reason = why_not_32bit_positions(work)
         if reason is not None:
             return reason
-        gemm = _Gemm.of(work, device)
-        if gemm is None:
-            return "pixels of the source that do not follow one another"
-        reasons = [family.why_not(gemm.work, device) for family in self._families(work)]
-        return None if None in reasons else "; ".join(map(str, reasons))
+        return _gemm(work, device) or "pixels of the source that do not follow one another"
 
-    def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
-        """See `Family.launches`."""
-        gemm = _Gemm.of(work, device)
-        if gemm is None:
-            raise ValueError("work that why_not refuses")
-        chosen = choose(self._families(work), gemm.work, device)
-        inner = chosen.fragment
-        sums = replace(
-            _col2im(work, gemm.work.y),
-            overlaps=isinstance(inner.steps[-1], Launch) and device.capability >= OVERLAPPING,
-        )
-        columns_bytes = gemm.work.y.strides[0] * SUM.itemsize
-        return replace(
-            inner,
-            kernel=f"{inner.kernel}_{self.name}",
-            steps=(*gemm.weight.steps, *gemm.source.steps, *inner.steps, sums),
-            workspace=(
-                *gemm.weight.workspace,
-                *gemm.source.workspace,
-                Workspace(gemm.work.y.buffer, columns_bytes),
-                *inner.workspace,
-            ),
-            expected_s=None,
-            order=f"{chosen.family} {inner.order}",
-        )
+    def after(
+        self, work: ConvWork, device: CudaDevice, lowered: Lowered, last: Step
+    ) -> Iterable[Step]:
+        overlaps = isinstance(last, Launch) and device.capability >= OVERLAPPING
+        return (replace(_col2im(work, lowered.work.y), overlaps=overlaps),)
 
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`. Those of the GEMM are the instances of its families."""
         return [_instance(dtype, most) for dtype in DTYPES for most in CHANNELS]
 
-    def _families(self, work: ConvWork) -> Sequence[Family[ConvWork]]:
-        return self._wide if work.dtype is SUM else self._narrow
-
-
-@dataclass(frozen=True, slots=True)
-class _Gemm:
-    """The product of all taps and the source's pixels, and its operands.
-
-    It is a pointwise convolution whose result has a plane of pixels for each column. In float32,
-    for which kernels write rows of channels, the taps are its pixels, and the pixels of the source
-    its output channels.
-    """
-
-    work: ConvWork
-    weight: Prepared
-    source: Prepared
-    pixels: int
-
-    @classmethod
-    def of(cls, work: ConvWork, device: CudaDevice) -> _Gemm | None:
-        """Return the product; None if the pixels of the source do not have a single stride."""
-        source = prepare_side(work, "source", device)
-        size = work.sizes[0]
-        n, _, channel, *spatial = source.operand.strides
-        pixel = spatial[2]
-        outer, *inner, _ = contiguous_strides((work.batch, *size, 1))
-        for extent, stride, steps in zip(
-            (work.batch, *size), (n, *spatial), (outer, *inner), strict=True
-        ):
-            if extent > 1 and stride != steps * pixel:
-                return None
-        if channel != 1:
-            return None
-        chunk = CHUNK_BYTES // work.dtype.itemsize
-        channels = work.channels[0]
-        if source.steps:
-            # The copy has zeros up to a whole chunk.
-            channels = ceil_div(channels, chunk) * chunk
-        rows, pixels = work.taps * work.channels[1], work.batch * prod(size)
-        lead = f"{work.prefix}{work.direction}."
-        weight = _weight(work, channels, f"{lead}taps", device)
-        taps = weight.operand
-        read = replace(source.operand, strides=(pixels * pixel, pixel, 1, 0, 0, pixel))
-        columns = Operand(f"{lead}columns", SUM, (rows * pixels, 0, pixels, 0, 0, 1))
-        x, w, outputs, positions = read, taps, rows, pixels
-        if work.dtype is SUM:
-            columns = replace(columns, strides=(rows * pixels, 0, 1, 0, 0, pixels))
-            x, w, outputs, positions = taps, read, pixels, rows
-        conv = replace(
-            work.conv,
-            batch=1,
-            in_channels=channels,
-            out_channels=outputs,
-            input_size=(positions,),
-            output_size=(positions,),
-            kernel_size=(1,),
-            stride=(1,),
-            dilation=(1,),
-            padding=((0, 0),),
-        )
-        product = replace(
-            work,
-            direction="fwd",
-            conv=conv,
-            result_dtype=SUM,
-            x=x,
-            w=replace(w, strides=(*w.strides[:3], 0, 0, 0)),
-            y=columns,
-            accumulate=None,
-            bias=None,
-            alpha=1.0,
-            beta=0.0,
-            activation="none",
-            split_k=None,
-            follows=False,
-            leads=False,
-        )
-        return cls(product, weight, source, pixels)
+    def families_of(self, work: ConvWork) -> Sequence[Family[ConvWork]]:
+        return self._wide if work.dtype is SUM else self._families
 
 
 def _weight(work: ConvWork, channels: int, name: str, device: CudaDevice) -> Prepared:
@@ -293,5 +247,4 @@ def _col2im(work: ConvWork, columns: Operand) -> Launch:
 
 
 def _instance(result: DType, channels: int) -> Instance:
-    macros = (("ELEMENT", CUDA_TYPES[result]), ("CHANNELS", str(channels)))
-    return Instance("conv/col2im.cu", "col2im", macros)
+    return Instance.of("conv/col2im.cu", ELEMENT=result, CHANNELS=channels)

@@ -7,7 +7,7 @@ from itertools import product
 from math import prod
 
 from convgrad.dtypes import DType
-from convgrad_service.backends.cuda.arguments import pack
+from convgrad_service.backends.cuda.arguments import fill_axes, pack
 from convgrad_service.backends.cuda.kernels.conv.dense_tiles import (
     DTYPES,
     MAX_INDEX,
@@ -68,8 +68,6 @@ class DenseGather(DenseFamily):
             return f"{read} to {written} channels a group would leave most of a tile"
         if (reason := why_not_few_terms(work, read)) is not None:
             return reason
-        if work.accumulate is not None and work.accumulate.strides != work.result.strides:
-            return "accumulate does not lie as the result does"
         if work.direction == "bwd_data" and max(work.stride) > MAX_PHASES:
             return f"stride {max(work.stride)} makes more than {MAX_PHASES} phases"
         if work.taps > MAX_TAPS:
@@ -114,18 +112,12 @@ class DenseGather(DenseFamily):
         args.runs_of_pixels = _runs_of_pixels(result, axes, size)
         args.plain = work.epilogue_free
         args.may_skip_taps = may_skip_taps(axes, tile.m)
-        for name in ("x_size", "x_step", "x_tap", "y_step", "r_step"):
-            getattr(args, name)[:] = [getattr(axis, name) for axis in axes]
+        fill_axes(args, axes, "x_size", "x_step", "x_tap", "y_step", "r_step")
         for dim, axis in enumerate(axes):
             args.phases[dim] = len(axis.phases)
             for place, phase in enumerate(axis.phases):
                 args.phase[dim][place] = PhaseArgs(
-                    phase.taps,
-                    phase.r0,
-                    phase.x0,
-                    phase.y0,
-                    phase.count,
-                    *divider(phase.count),
+                    phase.taps, phase.r0, phase.x0, phase.y0, phase.count, *divider(phase.count)
                 )
         instance = _instance(tile, work.dtype, backward, int64)
         channel_tiles = ceil_div(written, tile.n)
@@ -138,12 +130,7 @@ class DenseGather(DenseFamily):
             ),
             (tile.threads, 1, 1),
             pack(
-                args,
-                x=x.operand,
-                w=w.operand,
-                y=result,
-                accumulate=work.accumulate,
-                bias=work.bias,
+                args, x=x.operand, w=w.operand, y=result, accumulate=work.accumulate, bias=work.bias
             ),
             shared_bytes(tile, axes, int64),
         )
@@ -155,7 +142,6 @@ class DenseGather(DenseFamily):
         )
 
     def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`."""
         return [
             _instance(tile, dtype, backward, int64)
             for dtype, tiles in (
@@ -215,8 +201,7 @@ def gather_tile(work: ConvWork, axes: list[Axis], device: CudaDevice, int64: boo
 
 
 def _instance(tile: DenseTile, dtype: DType, backward: bool, int64: bool) -> Instance:
-    defines = (("ACROSS", str(int(backward))), *tile.defines(dtype, int64))
-    return Instance("conv/dense_gather.cu", "dense_gather", defines)
+    return Instance.of("conv/dense_gather.cu", ACROSS=backward, **tile.defines(dtype, int64))
 
 
 def shared_bytes(tile: DenseTile, axes: list[Axis], int64: bool) -> int:

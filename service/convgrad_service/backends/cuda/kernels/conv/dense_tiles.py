@@ -5,15 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from convgrad.dtypes import DType
-from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
+from convgrad_service.backends.cuda.kernels.core.limits import DTYPES
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import ceil_div
 from convgrad_service.plans.cuda.works import ConvWork, Operand
 
-__all__ = ["DTYPES", "LAUNCH_S", "MAX_INDEX", "DenseFamily", "DenseTile"]
-__all__ += ["last_offset", "uses_3xtf32", "why_not_few_terms"]
+__all__ = ["DTYPES", "LAUNCH_S", "MAX_INDEX", "DenseFamily", "DenseTile", "last_offset"]
+__all__ += ["uses_3xtf32", "why_not_few_terms"]
 
-DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
 MAX_INDEX = 2**31 - 1
 LAUNCH_S = 3e-6
 # Splitting has a relative error of 2^-21 per product, float32 accumulation of 2^-24 per term.
@@ -75,32 +74,27 @@ class DenseTile:
         """Return the elements along K of a k-tile."""
         return self.step_bytes // dtype.itemsize
 
-    def defines(self, dtype: DType, int64: bool) -> tuple[tuple[str, str], ...]:
+    def defines(self, dtype: DType, int64: bool) -> dict[str, object]:
         """Return the preprocessor macros of an instance, with 64-bit offsets if ``int64``."""
-        return (
-            ("ELEMENT", CUDA_TYPES[dtype]),
-            ("WIDE", str(int(int64))),
-            ("BM", str(self.m)),
-            ("BN", str(self.n)),
-            ("BK", str(self.depth(dtype))),
-            ("WM", str(self.warp_m)),
-            ("WN", str(self.warp_n)),
-            ("STAGES", str(self.stages)),
-            ("BLOCKS", str(self.blocks)),
-            ("GROUPS", str(self.copy_groups)),
-            ("SPLIT", str(int(self.tf32x3))),
-        )
+        return {
+            "ELEMENT": dtype,
+            "WIDE": int64,
+            "BM": self.m,
+            "BN": self.n,
+            "BK": self.depth(dtype),
+            "WM": self.warp_m,
+            "WN": self.warp_n,
+            "STAGES": self.stages,
+            "BLOCKS": self.blocks,
+            "GROUPS": self.copy_groups,
+            "SPLIT": self.tf32x3,
+        }
 
     def fits(self, device: CudaDevice, shared_bytes: int) -> bool:
         return shared_bytes <= device.shared_bytes_per_block
 
     def expected_s(
-        self,
-        device: CudaDevice,
-        blocks: int,
-        steps: float,
-        shared_bytes: int,
-        extra_s: float = 0.0,
+        self, device: CudaDevice, blocks: int, steps: float, shared_bytes: int, extra_s: float = 0.0
     ) -> float:
         """Return the expected seconds of all full waves of blocks, and of the last partial one.
 

@@ -17,7 +17,7 @@ from convgrad_service.backends.cuda.kernels.conv.dense_tiles import (
     uses_3xtf32,
     why_not_few_terms,
 )
-from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES, linear_grid
+from convgrad_service.backends.cuda.kernels.core.elements import linear_grid
 from convgrad_service.backends.cuda.kernels.core.limits import (
     MAX_GRID_YZ,
     MAX_PIXELS,
@@ -29,10 +29,7 @@ from convgrad_service.backends.cuda.kernels.core.split_sum import (
     split_sum_instances,
 )
 from convgrad_service.backends.cuda.kernels.fallback.weight_args import fill_wgrad
-from convgrad_service.backends.cuda.kernels.layout.channels_last import (
-    CHUNK_BYTES,
-    prepare_side,
-)
+from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES, prepare_side
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import (
@@ -43,7 +40,7 @@ from convgrad_service.plans.cuda.program import (
     Workspace,
     ceil_div,
 )
-from convgrad_service.plans.cuda.works import ConvWork, contiguous_strides
+from convgrad_service.plans.cuda.works import ConvWork, Operand, contiguous_strides
 
 __all__ = ["DenseWeight", "weight_expected_s"]
 
@@ -79,10 +76,13 @@ class DenseWeight(DenseFamily):
             )
         if (reason := why_not_few_terms(work, _least_terms(work))) is not None:
             return reason
-        if work.accumulate is not None and work.accumulate.strides != work.w.strides:
-            return "accumulate does not lie as the result does"
         if max(work.pixels, work.taps * (work.in_channels + 16)) > MAX_PIXELS:
             return f"the pixels, or the taps x channels, are more than {MAX_PIXELS}"
+        if all(_fitting(work, device, int64) for int64 in (False, True)):
+            return None
+        x, y = (prepare_side(work, name, device) for name in ("input", "grad_output"))
+        if not _fitting(work, device, _needs_int64(work, x.operand, y.operand)):
+            return f"the offsets of {work.taps} taps do not fit into shared memory"
         return None
 
     def launches(
@@ -94,13 +94,7 @@ class DenseWeight(DenseFamily):
     ) -> Fragment:
         """See `Family.launches`. ``tile`` and ``splits`` override the chosen ones."""
         x, y = (prepare_side(work, name, device) for name in ("input", "grad_output"))
-        int64 = any(
-            last_offset(operand, (work.batch, work.groups, channels, *size)) > MAX_INDEX
-            for operand, channels, size in (
-                (x.operand, work.in_channels, work.input),
-                (y.operand, work.out_channels, work.output),
-            )
-        )
+        int64 = _needs_int64(work, x.operand, y.operand)
         expected, best_tile, best_splits = _expected(work, device, int64)
         tile, splits = tile or best_tile, splits or best_splits
         partials = f"{work.prefix}partials"
@@ -143,7 +137,6 @@ class DenseWeight(DenseFamily):
         return self if not config else None
 
     def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`."""
         return [
             *(
                 _instance(tile, dtype, int64)
@@ -183,7 +176,7 @@ def _sum(work: ConvWork, partials: str, splits: int) -> Launch:
 
 
 def _sum_instance(dtype: DType) -> Instance:
-    return Instance("core/flat_sum.cu", "flat_sum", (("RESULT", CUDA_TYPES[dtype]),))
+    return Instance.of("core/flat_sum.cu", RESULT=dtype)
 
 
 # Only the last tile has registers left for 64-bit offsets.
@@ -234,10 +227,7 @@ def _expected(work: ConvWork, device: CudaDevice, int64: bool) -> tuple[float, D
     results = work.groups * work.out_channels * work.in_channels * work.taps
     channels = _columns(work) // work.taps
     options = []
-    for tile in _tiles_of(work.dtype, uses_3xtf32(work), int64):
-        shared = _shared_bytes(work, tile, int64)
-        if not tile.fits(device, shared):
-            continue
+    for tile, shared in _fitting(work, device, int64).items():
         pixels = work.pixels
         if channels % tile.n == 0:
             # A tile has a single tap, which skips pixels whose input is padding.
@@ -262,8 +252,26 @@ def _expected(work: ConvWork, device: CudaDevice, int64: bool) -> tuple[float, D
     return min(options, key=lambda option: option[0])
 
 
+def _fitting(work: ConvWork, device: CudaDevice, int64: bool) -> dict[DenseTile, int]:
+    """Return the tiles that fit, and the bytes of shared memory of each."""
+    needed = {
+        tile: _shared_bytes(work, tile, int64)
+        for tile in _tiles_of(work.dtype, uses_3xtf32(work), int64)
+    }
+    return {tile: shared for tile, shared in needed.items() if tile.fits(device, shared)}
+
+
+def _needs_int64(work: ConvWork, x: Operand, y: Operand) -> bool:
+    """Return whether offsets in an operand exceed 32 bits."""
+    sides = (x, work.in_channels, work.input), (y, work.out_channels, work.output)
+    return any(
+        last_offset(operand, (work.batch, work.groups, channels, *size)) > MAX_INDEX
+        for operand, channels, size in sides
+    )
+
+
 def _instance(tile: DenseTile, dtype: DType, int64: bool) -> Instance:
-    return Instance("conv/dense_weight.cu", "dense_weight", tile.defines(dtype, int64))
+    return Instance.of("conv/dense_weight.cu", **tile.defines(dtype, int64))
 
 
 def _columns(work: ConvWork) -> int:

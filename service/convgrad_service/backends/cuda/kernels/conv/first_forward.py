@@ -8,10 +8,14 @@ from math import prod
 from typing import Any
 
 from convgrad.dtypes import DType
-from convgrad_service.backends.cuda.arguments import pack
+from convgrad_service.backends.cuda.arguments import fill, pack
 from convgrad_service.backends.cuda.kernels.conv.patches import MOST_CHANNELS
-from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS, CUDA_TYPES
-from convgrad_service.backends.cuda.kernels.core.limits import why_not_32bit_positions
+from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS
+from convgrad_service.backends.cuda.kernels.core.limits import (
+    DTYPES,
+    Requirements,
+    why_not_32bit_positions,
+)
 from convgrad_service.backends.cuda.kernels.layout.channels_last import (
     CHUNK_BYTES,
     in_whole_chunks,
@@ -19,6 +23,7 @@ from convgrad_service.backends.cuda.kernels.layout.channels_last import (
 )
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import ARCHITECTURES, CudaDevice, architectures_before
+from convgrad_service.plans.cuda.families import Solver
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
 from convgrad_service.plans.cuda.works import ConvWork, Operand
 
@@ -30,7 +35,6 @@ MOST_WARP_CHANNELS = 4
 MOST_TILES = 256
 # By instance, the pairs of column tiles whose weights a warp keeps in registers.
 REGISTER_WEIGHTS = (4, 11)
-DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
 MOST_WARPS = 12
 BLACKWELL = (10, 0)
 BEFORE_BLACKWELL = architectures_before(BLACKWELL)
@@ -60,44 +64,33 @@ class Cut:
         return 32 * self.warp_channels * self.unit_rows * (self.segment // CHANNELS)
 
 
-class FirstForward:
+NEEDS = Requirements(tf32=True, dilated=False)
+
+
+class FirstForward(Solver[ConvWork, Cut]):
     """fwd with at most ``MOST_CHANNELS`` channels of the input."""
 
     name = "first_forward"
 
-    def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
-        """See `Family.why_not`."""
-        if work.groups != 1:
-            return f"{work.groups} groups"
+    def solve(self, work: ConvWork, device: CudaDevice) -> Cut | str:
+        if (reason := NEEDS.why_not(work, device)) is not None:
+            return reason
         if work.in_channels > MOST_CHANNELS:
             return f"{work.in_channels} channels of the input are more than {MOST_CHANNELS}"
-        if work.dtype is DType.FLOAT64:
-            return "tensor cores that sum in float64 are not used"
-        if work.dtype is DType.FLOAT32 and work.precision != "high":
-            return "TF32 is less than the float32 that was asked for"
-        if device.capability < (8, 0):
-            return f"{device.name} is older than sm_80"
-        if work.dilated:
-            return "dilated"
         tiles = _column_tiles(work)
         if tiles > MOST_WARPS or work.kernel[1] * tiles > MOST_TILES:
             return f"{work.kernel[1]} rows of {tiles} tiles of columns"
-        if work.accumulate is not None and work.accumulate.strides != work.result.strides:
-            return "accumulate does not lie as the result does"
         row = prod(work.input[1:]) * work.in_channels
         if max(work.pixels, row) * 16 > MAX_INDEX:
             return "positions are more than 32 bits count"
         # Even small tensors may have huge padding and strides.
         reason = why_not_32bit_positions(work)
-        if reason is None and _cut(work, device) is None:
-            return "windows of a row and the weights do not fit into shared memory"
-        return reason
-
-    def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
-        """See `Family.launches`."""
+        if reason is not None:
+            return reason
         cut = _cut(work, device)
-        if cut is None:
-            raise ValueError("windows of a row and the weights do not fit into shared memory")
+        return cut or "windows of a row and the weights do not fit into shared memory"
+
+    def fragment(self, work: ConvWork, device: CudaDevice, cut: Cut) -> Fragment:
         x = prepare_rows(work, device)
         args = FirstForwardArgs()
         args.x_stride[:], args.y_stride[:] = x.operand.strides, work.y.strides
@@ -119,20 +112,12 @@ class FirstForward:
             _instance(work.dtype, _register_weights(work, device)),
             (args.channel_blocks * args.ranges, 1, 1),
             (cut.threads, 1, 1),
-            pack(
-                args,
-                x=x.operand,
-                w=work.w,
-                y=work.y,
-                accumulate=work.accumulate,
-                bias=work.bias,
-            ),
+            pack(args, x=x.operand, w=work.w, y=work.y, accumulate=work.accumulate, bias=work.bias),
             cut.shared_bytes - STATIC_BYTES,
         )
         return Fragment(self.name, (*x.steps, launch), x.workspace)
 
     def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`."""
         return [
             _instance(dtype, pairs)
             for dtype in DTYPES
@@ -152,8 +137,7 @@ def _window_args(work: ConvWork, x: Operand, cut: Cut) -> Any:
     args.x_end = 1 + sum((size - 1) * stride for size, stride in zip(sizes, x.strides, strict=True))
     args.channels = work.in_channels
     args.x_size[:], args.y_size[:] = work.input, work.output
-    for name in ("kernel", "stride", "pad"):
-        getattr(args, name)[:] = getattr(work, name)
+    fill(args, work, "kernel", "stride", "pad")
     args.column_tiles = _column_tiles(work)
     args.unit_rows, args.segment = cut.unit_rows, cut.segment
     args.segments = ceil_div(work.output[2], cut.segment)
@@ -223,14 +207,11 @@ def _cut(work: ConvWork, device: CudaDevice) -> Cut | None:
 
 
 def _instance(dtype: DType, pairs: int | None) -> Instance:
-    defines = {
-        "ELEMENT": CUDA_TYPES[dtype],
-        "RESIDENT": int(pairs is not None),
-        "PAIRS": pairs or 1,
-        "STAGES": STAGES,
-    }
     return Instance.of(
         "conv/first_forward.cu",
-        defines,
         BEFORE_BLACKWELL if pairs == REGISTER_WEIGHTS[-1] else ARCHITECTURES,
+        ELEMENT=dtype,
+        RESIDENT=pairs is not None,
+        PAIRS=pairs or 1,
+        STAGES=STAGES,
     )

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
-from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
+from convgrad_service.backends.cuda.kernels.core.limits import DTYPES
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import OVERLAPPING, CudaDevice
 from convgrad_service.plans.cuda.program import Instance, Launch, ceil_div
@@ -18,7 +18,6 @@ WARPS = 8
 RESULTS = 32
 # The last block may index past the last result.
 MOST_RESULTS = 2**31 - RESULTS
-DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
 
 
 FirstSumArgs = structure("conv/first_sum.cu", "FirstSumArgs")
@@ -59,5 +58,4 @@ def first_sum_instances() -> Iterable[Instance]:
 
 
 def _instance(dtype: DType) -> Instance:
-    defines = ("RESULT", CUDA_TYPES[dtype]), ("WARPS", str(WARPS))
-    return Instance("conv/first_sum.cu", "first_sum", defines)
+    return Instance.of("conv/first_sum.cu", RESULT=dtype, WARPS=WARPS)

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from math import prod
 
 from convgrad.dtypes import DType
+from convgrad_service.backends.cuda.arguments import fill
+from convgrad_service.backends.cuda.kernels.conv.dense_tiles import uses_3xtf32
 from convgrad_service.backends.cuda.kernels.conv.hopper_first_data_forms import (
     GROUPS,
     ROW_BYTES,
@@ -16,31 +18,23 @@ from convgrad_service.backends.cuda.kernels.conv.hopper_first_data_forms import 
     STEP,
     Form,
 )
-from convgrad_service.backends.cuda.kernels.core.elements import (
-    ACTIVATIONS,
-    CUDA_TYPES,
-    MAX_BLOCKS,
-)
+from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS, MAX_BLOCKS
 from convgrad_service.backends.cuda.kernels.core.limits import (
+    DTYPES,
     MAX_GRID_YZ,
+    Requirements,
     why_not_32bit_positions,
 )
-from convgrad_service.backends.cuda.kernels.core.tensor_maps import (
-    TiledMap,
-    pack_maps,
-)
-from convgrad_service.backends.cuda.kernels.layout.channels_last import (
-    CHUNK_BYTES,
-    prepare_side,
-)
+from convgrad_service.backends.cuda.kernels.core.tensor_maps import TiledMap, pack_maps
+from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES, prepare_side
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import HOPPER, CudaDevice
-from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
+from convgrad_service.plans.cuda.families import Solver
+from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div, macros_of
 from convgrad_service.plans.cuda.works import ConvWork, Operand
 
 __all__ = ["HopperFirstData"]
 
-DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
 MOST_CHANNELS, LEAST_CHANNELS = 8, 16
 """The most channels of the input, and the fewest of grad_output."""
 MAX_OFFSET = 2**31 - 1
@@ -63,7 +57,10 @@ class Cut:
     row_segments: int
 
 
-class HopperFirstData:
+NEEDS = Requirements(hopper=True, dilated=False)
+
+
+class HopperFirstData(Solver[ConvWork, tuple[Form, Cut]]):
     """bwd_data where one of ``SHAPES`` fits: few channels of the input, up to 128 of grad_output.
 
     Takes 16-bit types, float32 as TF32 (``precision: high``), and float32 as six bfloat16
@@ -82,18 +79,12 @@ class HopperFirstData:
         """
         self._sparse = sparse
 
-    def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
+    def solve(self, work: ConvWork, device: CudaDevice) -> tuple[Form, Cut] | str:
         """See `Family.why_not`. Splitting along N, D or H does not change the answer."""
-        if device.architecture not in HOPPER:
-            return f"{device.name} has no products of warpgroups"
-        if work.groups != 1 or work.dtype not in DTYPES:
-            return f"{work.groups} groups in {work.dtype}"
+        if (reason := NEEDS.why_not(work, device)) is not None:
+            return reason
         if work.in_channels > MOST_CHANNELS or work.taps == 1:
             return f"{work.taps} taps of {work.in_channels} channels of the input"
-        if work.dilated:
-            return "dilated"
-        if work.accumulate is not None and work.accumulate.strides != work.result.strides:
-            return "accumulate does not lie as the result does"
         if work.out_channels < LEAST_CHANNELS:
             return "a product's depth would be mostly empty"
         row = work.input[2] * work.x.strides[5] + work.in_channels * work.x.strides[2]
@@ -111,27 +102,17 @@ class HopperFirstData:
             )
         if not self._sparse and _sparse(work, form):
             return "one row of the kernel, or true float32, would leave most of a tile"
-        if _cut(work, form, device) is None:
-            return "its blocks are more than one grid holds"
-        return None
+        cut = _cut(work, form, device)
+        return "its blocks are more than one grid holds" if cut is None else (form, cut)
 
-    def launches(self, work: ConvWork, device: CudaDevice, cut: Cut | None = None) -> Fragment:
-        """See `Family.launches`. ``cut`` overrides the chosen partition."""
-        y = prepare_side(work, "source", device)
-        form = _form(work)
-        if form is None:
-            raise ValueError("no instance has the room")
-        cut = cut or _cut(work, form, device)
-        if cut is None:
-            raise ValueError("no cut fits")
+    def fragment(self, work: ConvWork, device: CudaDevice, config: tuple[Form, Cut]) -> Fragment:
+        (form, cut), y = config, prepare_side(work, "source", device)
         args = HopperFirstDataArgs()
         args.x_stride[:], args.w_stride[:] = work.x.strides, work.w.strides
-        args.alpha, args.beta = work.alpha, work.beta
         args.activation, args.plain = ACTIVATIONS[work.activation], _plain(work)
         args.channels, args.y_channels = work.in_channels, work.out_channels
         args.x_size[:], args.y_size[:] = work.input, work.output
-        for name in ("kernel", "stride", "pad"):
-            getattr(args, name)[:] = getattr(work, name)
+        fill(args, work, "alpha", "beta", "kernel", "stride", "pad")
         args.row_segments, args.segment_rows = cut.row_segments, cut.segment_rows
         args.first_tap, args.warpgroups = _taps(work)[0], cut.warpgroups
         args.positions = form.positions(cut.warpgroups)
@@ -156,7 +137,6 @@ class HopperFirstData:
         return Fragment(self.name, (*y.steps, launch), y.workspace)
 
     def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`."""
         kinds = [(dtype, False) for dtype in DTYPES] + [(DType.FLOAT32, True)]
         forms = (Form(dtype, split, shape) for dtype, split in kinds for shape in SHAPES)
         return [_instance(form) for form in forms if form.fits]
@@ -164,7 +144,7 @@ class HopperFirstData:
 
 def _form(work: ConvWork) -> Form | None:
     """Return the cheapest instance with sufficient capacity, or None."""
-    split, stride = _splits(work), work.stride[1]
+    split, stride = uses_3xtf32(work), work.stride[1]
     forms = (
         Form(work.dtype, split, shape, row_step, work.kernel[0])
         for shape in SHAPES
@@ -195,11 +175,6 @@ def _plain(work: ConvWork) -> int:
     outer = zip((n, d, h), (work.batch, *work.input[:2]), strict=True)
     even = all(stride % 2 == 0 for stride, extent in outer if extent > 1)
     return IN_TWOS if adjacent and even and not (work.stride[2] * channels | row) % 2 else 1
-
-
-def _splits(work: ConvWork) -> bool:
-    """Return whether float32 is split into bfloat16 parts, for full precision."""
-    return work.dtype is DType.FLOAT32 and work.precision != "high"
 
 
 def _sparse(work: ConvWork, form: Form) -> bool:
@@ -298,14 +273,11 @@ def _cut(work: ConvWork, form: Form, device: CudaDevice) -> Cut | None:
 
 
 def _instance(form: Form) -> Instance:
-    defines = {
-        "ELEMENT": CUDA_TYPES[form.dtype],
-        "SPLIT": int(form.split),
-        "ROWS": form.shape.rows,
-        "EIGHTS": form.shape.eights,
-        "TAPS": form.shape.taps,
-        "STEPS": form.shape.steps,
-        "STAGES": form.stages,
-        "BLOCKS": form.blocks,
-    }
-    return Instance.of("conv/hopper_first_data.cu", defines, HOPPER)
+    return Instance.of(
+        "conv/hopper_first_data.cu",
+        HOPPER,
+        ELEMENT=form.dtype,
+        SPLIT=form.split,
+        **macros_of(form.shape, "rows", "eights", "taps", "steps"),
+        **macros_of(form, "stages", "blocks"),
+    )

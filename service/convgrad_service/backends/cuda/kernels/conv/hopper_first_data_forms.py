@@ -8,7 +8,7 @@ from convgrad.dtypes import DType
 from convgrad_service.plans.cuda.device import HOPPER, SHARED_BYTES
 from convgrad_service.plans.cuda.program import ceil_div
 
-__all__ = ["GROUPS", "ROW_BYTES", "SHAPES", "STATIC_BYTES", "STEP", "Form", "Shape"]
+__all__ = ["GROUPS", "ROW_BYTES", "SHAPES", "STATIC_BYTES", "STEP", "Form"]
 
 GROUPS, STEP = 64, 16
 """Groups of positions per warpgroup, and channels of a k-step."""

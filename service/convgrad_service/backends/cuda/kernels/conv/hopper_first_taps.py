@@ -9,14 +9,18 @@ from math import prod
 from typing import Any
 
 from convgrad.dtypes import DType
+from convgrad_service.backends.cuda.arguments import fill
 from convgrad_service.backends.cuda.kernels.conv.first_sum import (
     first_sum,
     first_sum_instances,
     results_of,
     why_not_summed,
 )
-from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
-from convgrad_service.backends.cuda.kernels.core.limits import why_not_32bit_positions
+from convgrad_service.backends.cuda.kernels.core.limits import (
+    DTYPES,
+    Requirements,
+    why_not_32bit_positions,
+)
 from convgrad_service.backends.cuda.kernels.core.tensor_maps import TiledMap, pack_maps
 from convgrad_service.backends.cuda.kernels.layout.channels_last import (
     CHUNK_BYTES,
@@ -26,12 +30,12 @@ from convgrad_service.backends.cuda.kernels.layout.channels_last import (
 )
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import HOPPER, CudaDevice
+from convgrad_service.plans.cuda.families import Solver
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, Workspace, ceil_div
 from convgrad_service.plans.cuda.works import ConvWork, Operand
 
 __all__ = ["HopperFirstTaps"]
 
-DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
 MOST_CHANNELS = 8
 """The most channels of the input."""
 EVEN = 2
@@ -160,7 +164,10 @@ class Cut:
         return ALIGNMENT + max(rings, self.kind.channels * (self.tiles * TILE + 4) * 4)
 
 
-class HopperFirstTaps:
+NEEDS = Requirements(hopper=True, dilated=False)
+
+
+class HopperFirstTaps(Solver[ConvWork, Cut]):
     """bwd_weight on sm_90a with at most ``MOST_CHANNELS`` input channels.
 
     Float32 is computed as three bfloat16 products (``precision: high``), which are more accurate
@@ -170,18 +177,12 @@ class HopperFirstTaps:
 
     name = "hopper_first_taps"
 
-    def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
+    def solve(self, work: ConvWork, device: CudaDevice) -> Cut | str:
         """See `Family.why_not`. Splitting along N or H does not change the answer."""
-        if device.architecture not in HOPPER:
-            return f"{device.name} has no products of warpgroups"
-        if work.dtype not in DTYPES:
-            return f"{work.dtype} is not summed in float32"
-        if work.groups != 1 or work.in_channels > MOST_CHANNELS:
-            return f"{work.groups} groups of {work.in_channels} channels of the input"
-        if work.dilated:
-            return "dilated"
-        if work.accumulate is not None and work.accumulate.strides != work.w.strides:
-            return "accumulate does not lie as the result does"
+        if (reason := NEEDS.why_not(work, device)) is not None:
+            return reason
+        if work.in_channels > MOST_CHANNELS:
+            return f"{work.in_channels} channels of the input are more than {MOST_CHANNELS}"
         if work.pixels > MAX_INDEX or prod(work.input) * work.in_channels > MAX_INDEX:
             return "positions are more than 32 bits count"
         reason = why_not_32bit_positions(work) or why_not_summed(work)
@@ -193,18 +194,14 @@ class HopperFirstTaps:
             return "rows do not fit into shared memory"
         x, y = prepare_rows(work, device, kind.chunk), prepare_side(work, "grad_output", device)
         refused = (one.why_not() for one in _maps(work, cut, x.operand, y.operand))
-        return next((reason for reason in refused if reason is not None), None)
+        return next((reason for reason in refused if reason is not None), cut)
 
-    def launches(self, work: ConvWork, device: CudaDevice, splits: int | None = None) -> Fragment:
-        """See `Family.launches`. ``splits`` overrides the chosen number of splits."""
-        kind = _kind(work)
-        cut = _cut(work, device, kind)
-        if cut is None:
-            raise ValueError("rows do not fit into shared memory")
+    def fragment(self, work: ConvWork, device: CudaDevice, cut: Cut) -> Fragment:
+        kind = cut.kind
         lines = work.batch * work.output[0] * cut.segments * work.output[1]
         blocks = cut.groups * work.kernel[0] * ceil_div(work.out_channels, kind.channels)
         results = results_of(work)
-        splits = splits or _splits(work, lines, blocks, results, device)
+        splits = _splits(work, lines, blocks, results, device)
         args = _args(work, cut)
         args.lines, args.more = divmod(lines, splits)
         x, y = prepare_rows(work, device, kind.chunk), prepare_side(work, "grad_output", device)
@@ -226,7 +223,6 @@ class HopperFirstTaps:
         )
 
     def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`."""
         types = [(dtype, SIXTEEN_BITS) for dtype in DTYPES if dtype.itemsize == 2]
         types += [(DType.FLOAT32, kind) for kind in SPLIT]
         return [
@@ -331,12 +327,26 @@ def _args(work: ConvWork, cut: Cut) -> Any:
     args = HopperFirstTapsArgs()
     args.channels, args.y_channels = work.in_channels, work.out_channels
     args.y_size[:] = work.output
-    for name in ("kernel", "stride", "pad"):
-        getattr(args, name)[:] = getattr(work, name)
-    for name in ("odd", "window", "tiles", "groups", "parts", "segment", "segments", "added"):
-        setattr(args, name, getattr(cut, name))
-    for name in ("before", "y_stages", "x_stages", "part", "x_row", "x_stage", "y_stage"):
-        setattr(args, name, getattr(cut, name))
+    fill(args, work, "kernel", "stride", "pad")
+    fill(
+        args,
+        cut,
+        "odd",
+        "window",
+        "tiles",
+        "groups",
+        "parts",
+        "segment",
+        "segments",
+        "added",
+        "before",
+        "y_stages",
+        "x_stages",
+        "part",
+        "x_row",
+        "x_stage",
+        "y_stage",
+    )
     args.made_at, args.raws_at = cut.made_at, cut.raws_at
     return args
 
@@ -372,8 +382,12 @@ def _bytes(kind: Kind, strides: tuple[int, ...], sizes: tuple[int, ...]) -> tupl
 
 
 def _instance(dtype: DType, kind: Kind, products: int, odd: bool) -> Instance:
-    defines: dict[str, object] = {"ELEMENT": CUDA_TYPES[dtype]}
-    if kind.made:
-        defines |= {"PARTS": kind.made, "CHANNELS": kind.channels}
-    defines |= {"PRODUCTS": products, "ODD": int(odd)}
-    return Instance.of(f"conv/{kind.name}.cu", defines, HOPPER)
+    return Instance.of(
+        f"conv/{kind.name}.cu",
+        HOPPER,
+        ELEMENT=dtype,
+        PARTS=kind.made or None,
+        CHANNELS=kind.channels if kind.made else None,
+        PRODUCTS=products,
+        ODD=odd,
+    )

@@ -8,9 +8,13 @@ from math import prod
 from typing import Any
 
 from convgrad.dtypes import DType
-from convgrad_service.backends.cuda.kernels.conv.dense_tiles import uses_3xtf32
+from convgrad_service.backends.cuda.arguments import fill_axes
 from convgrad_service.backends.cuda.kernels.conv.hopper_gather_maps import (
+    LAUNCHED_PHASES,
+    Combined,
+    Sides,
     combined,
+    launched,
     lowest,
     sides_of,
 )
@@ -37,6 +41,7 @@ from convgrad_service.backends.cuda.kernels.conv.hopper_gather_tiles import (
 )
 from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS
 from convgrad_service.backends.cuda.kernels.core.gather_axes import Axis, divider, gather_axis
+from convgrad_service.backends.cuda.kernels.core.limits import DTYPES, Requirements
 from convgrad_service.backends.cuda.kernels.core.tensor_maps import TensorMap, pack_maps
 from convgrad_service.backends.cuda.kernels.layout.channels_last import in_whole_chunks
 from convgrad_service.backends.cuda.structures import structure
@@ -46,7 +51,6 @@ from convgrad_service.plans.cuda.works import ConvWork, Operand
 
 __all__ = ["HopperGather"]
 
-DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
 # With fewer channels on either side, most of a tile or k-tile would be padding. With 32 to 40 in
 # bfloat16, it took 0.5 to 1.07 of dense_gather's time in 18 layers on an H200. In TF32, only plain
 # results have a tile 32 channels wide.
@@ -54,8 +58,9 @@ LEAST_CHANNELS, LEAST_CHANNELS_WIDE = 32, 48
 # The fewest products per sum with an epilogue, and with channels that are not whole chunks.
 # dense_gather stores such results faster (measured on an H200).
 LEAST_TERMS_FINISHED, LEAST_TERMS_APART = 512, 1152
-# The most phases, by instance: the kernel parameters hold a tensor map for each.
-MAPS = (1, 8, 32)
+# The most phases, by instance: the kernel parameters, of at most 4 KB, hold a tensor map for each.
+MAPS = (1, LAUNCHED_PHASES)
+MOST_PHASES = 4 * LAUNCHED_PHASES
 # The most taps of a phase along one dimension: a bit mask holds them.
 MAX_TAPS = 32
 MAX_PIXELS = 2**31 - 2048
@@ -65,17 +70,16 @@ UNBOUNDED = 2**31 - 1
 AxisArgs = structure("conv/hopper_gather.cuh", "GatherAxis")
 
 
+NEEDS = Requirements(tf32=True, hopper=True)
+
+
 class HopperGather:
     """fwd and bwd_data of ungrouped layers, in 16 bits or in TF32 (``precision: high``)."""
 
     name = "hopper_gather"
 
     def __init__(
-        self,
-        everything: bool = False,
-        schedule: Schedule | None = None,
-        *,
-        direct: bool = False,
+        self, everything: bool = False, schedule: Schedule | None = None, *, direct: bool = False
     ) -> None:
         """Create the family.
 
@@ -94,13 +98,8 @@ class HopperGather:
         self._direct = direct
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
-        """See `Family.why_not`."""
-        if device.architecture not in HOPPER:
-            return f"{device.name} has no copy engine and products of warpgroups"
-        if work.dtype not in DTYPES or uses_3xtf32(work):
-            return f"{work.dtype} with precision {work.precision}"
-        if work.groups != 1:
-            return f"{work.groups} groups"
+        if (reason := NEEDS.why_not(work, device)) is not None:
+            return reason
         read, written = work.channels
         if not self._everything and min(read, written) < _least_channels(work):
             return f"{read} to {written} channels would leave most of a tile"
@@ -111,12 +110,10 @@ class HopperGather:
                 f"sums of {read * work.taps} products take less time than such results; not {least}"
             )
         phases = combined(axes)
-        if len(phases) > MAPS[-1]:
-            return f"{len(phases)} phases are more than {MAPS[-1]}"
+        if len(phases) > MOST_PHASES:
+            return f"{len(phases)} phases are more than {MOST_PHASES}"
         if max(phase.taps for axis in axes for phase in axis.phases) > MAX_TAPS:
             return f"more than {MAX_TAPS} taps along one dimension"
-        if work.accumulate is not None and work.accumulate.strides != work.result.strides:
-            return "accumulate does not lie as the result does"
         if work.batch * max(prod(work.input), prod(work.output)) > MAX_PIXELS:
             return f"the pixels are more than {MAX_PIXELS}"
         sides = sides_of(work, device)
@@ -129,7 +126,6 @@ class HopperGather:
     ) -> Fragment:
         """See `Family.launches`. ``schedule`` overrides the chosen schedule."""
         axes = [gather_axis(work, dim) for dim in range(3)]
-        phases = combined(axes)
         sides = sides_of(work, device)
         schedule = schedule or self._schedule
         time_s, chosen = None, schedule
@@ -144,106 +140,25 @@ class HopperGather:
         if not possible(work, axes, device, schedule):
             schedule = replace(schedule, tile=TILES[0])
         tile = schedule.tile
-        stages = tile.stages(device)
-        maps = next(each for each in MAPS if each >= len(phases))
-        read, written = work.channels
-        result = sides.result
-        args = structure("conv/hopper_gather.cuh", "HopperGatherArgs", MAPS=maps)()
-        args.y_stride[:] = result.strides
-        args.alpha, args.beta = work.alpha, work.beta
-        args.in_channels, args.out_channels = read, written
-        args.activation = ACTIVATIONS[work.activation]
-        size = work.sizes[1]
-        args.wide_stores = in_whole_chunks(result, (work.batch, 1, written, *size), 2)
-        finished = finishes_rows(work, axes) and tile.has_epilogue
-        args.plain = (1 if work.epilogue_free else 2 * finished) if args.wide_stores else 0
-        if planes:
-            args.wide_stores = pixels_beside(work)
-        args.images_first = schedule.images_first
-        args.dims = work.conv.ndim + 2
-        args.rounds = schedule.rounds
-        args.channel_tiles = ceil_div(written, tile.n)
-        args.phases = len(phases)
-        for name in ("x_size", "x_step", "x_tap", "y_step", "r_step"):
-            getattr(args, name)[:] = [getattr(axis, name) for axis in axes]
-        shares = 0
-        given: dict[str, tuple[Operand | str, TensorMap]] = {
-            "weight": (sides.w, sides.weight_map(tile))
-        }
-        for i, phase in enumerate(phases):
-            here = args.phase[i]
-            for dim, along in enumerate(phase):
-                here.axis[dim] = AxisArgs(
-                    along.taps, along.r0, along.x0, along.y0, along.count, lowest(axes[dim], along)
-                )
-            counts = [along.count for along in reversed(phase)]
-            counts[0] += tile.halo(axes[2], phase[2])
-            extents = counts
-            if schedule.images_first:
-                # The slowest coordinate may exceed its extent; nothing is stored there.
-                extents = [work.batch, *counts[:2]]
-                if work.conv.ndim < 3:
-                    extents[work.conv.ndim] = UNBOUNDED
-            here.extent[:] = extents
-            here.factor[:], here.shift[:] = zip(*map(divider, extents), strict=True)
-            d, h, w = (along.taps for along in phase)
-            row = w if tile.taps == 1 else 1
-            here.by_taps, here.by_plane, here.by_row = (
-                divider(max(1, count)) for count in (d * h * row, h * row, row)
-            )
-            here.pixels = work.batch * prod(counts)
-            here.tiles = ceil_div(here.pixels, tile.pixels)
-            here.share = ceil_div(here.tiles, schedule.rounds)
-            shares += here.share
-            given[f"source{i}"] = (
-                sides.x,
-                sides.source_map(axes, phase, tile, schedule.images_first),
-            )
-        args.a_bytes = (tile.m + tile.halo(axes[2], phases[0][2])) * ROW_BYTES
-        args.slots = shares * args.channel_tiles
-        grid = (min(tile.clusters(device), args.slots * args.rounds) * tile.sharing, 1, 1)
-        if tile.single:
-            grid = tile.split, args.channel_tiles, shares
-            args.cluster, args.owned, args.stages = tile.split, tile.owned, stages
-            args.by_cluster = divider(tile.split)
-            args.reduce_bytes = tile.epilogue_bytes
-            args.skips = skips_taps(work, axes, tile, schedule.images_first)
-        launch = Launch(
-            _instance(
-                tile,
-                work.dtype,
-                across=sides.across,
-                maps=maps,
-                stages=stages,
-                planes=planes,
-                finished=finished,
-            ),
-            grid,
-            (tile.threads, 1, 1),
-            pack_maps(args, given, y=result, accumulate=work.accumulate, bias=work.bias),
-            tile.shared_bytes(stages),
-            overlaps=bool(sides.steps) or work.follows,
-            cluster=tile.split,
-        )
+        steps = [_launch(work, axes, phases, sides, schedule, device) for phases in launched(axes)]
+        steps[0] = replace(steps[0], overlaps=bool(sides.steps) or work.follows)
         if time_s is None or schedule != chosen:
             time_s = expected_s(work, axes, device, schedule)
         return Fragment(
             f"{self.name}_{work.direction}_{schedule}{'_planes' if planes else ''}",
-            (*sides.steps, launch),
+            (*sides.steps, *steps),
             sides.workspace,
             expected_s=time_s,
             order=f"split {tile.split}/{tile.taps}" if tile.split > 1 else "",
         )
 
     def tuned(self, config: str, work: ConvWork, device: CudaDevice) -> HopperGather | None:
-        """See `Tunable.tuned`."""
         axes = [gather_axis(work, dim) for dim in range(3)]
         every = candidates(work, axes, device)
         found = next((one for one in every if str(one) == config), None)
         return None if found is None else HopperGather(everything=True, schedule=found)
 
     def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`."""
         return [
             _instance(
                 tile,
@@ -262,6 +177,97 @@ class HopperGather:
             )
             for store in _stores(tile, dtype, maps)
         ]
+
+
+def _launch(
+    work: ConvWork,
+    axes: Sequence[Axis],
+    phases: Sequence[Combined],
+    sides: Sides,
+    schedule: Schedule,
+    device: CudaDevice,
+) -> Launch:
+    """Return the launch that computes some phases."""
+    tile, planes = schedule.tile, stores_planes(work)
+    stages = tile.stages(device)
+    maps = next(each for each in MAPS if each >= len(phases))
+    read, written = work.channels
+    result = sides.result
+    args = structure("conv/hopper_gather.cuh", "HopperGatherArgs", MAPS=maps)()
+    args.y_stride[:] = result.strides
+    args.alpha, args.beta = work.alpha, work.beta
+    args.in_channels, args.out_channels = read, written
+    args.activation = ACTIVATIONS[work.activation]
+    size = work.sizes[1]
+    args.wide_stores = in_whole_chunks(result, (work.batch, 1, written, *size), 2)
+    finished = finishes_rows(work, axes) and tile.has_epilogue
+    args.plain = (1 if work.epilogue_free else 2 * finished) if args.wide_stores else 0
+    if planes:
+        args.wide_stores = pixels_beside(work)
+    args.images_first = schedule.images_first
+    args.dims = work.conv.ndim + 2
+    args.rounds = schedule.rounds
+    args.channel_tiles = ceil_div(written, tile.n)
+    args.phases = len(phases)
+    fill_axes(args, axes, "x_size", "x_step", "x_tap", "y_step", "r_step")
+    shares = 0
+    given: dict[str, tuple[Operand | str, TensorMap]] = {
+        "weight": (sides.w, sides.weight_map(tile))
+    }
+    for i, phase in enumerate(phases):
+        here = args.phase[i]
+        for dim, along in enumerate(phase):
+            here.axis[dim] = AxisArgs(
+                along.taps, along.r0, along.x0, along.y0, along.count, lowest(axes[dim], along)
+            )
+        counts = [along.count for along in reversed(phase)]
+        counts[0] += tile.halo(axes[2], phase[2])
+        extents = counts
+        if schedule.images_first:
+            # The slowest coordinate may exceed its extent; nothing is stored there.
+            extents = [work.batch, *counts[:2]]
+            if work.conv.ndim < 3:
+                extents[work.conv.ndim] = UNBOUNDED
+        here.extent[:] = extents
+        here.factor[:], here.shift[:] = zip(*map(divider, extents), strict=True)
+        d, h, w = (along.taps for along in phase)
+        row = w if tile.taps == 1 else 1
+        here.by_taps, here.by_plane, here.by_row = (
+            divider(max(1, count)) for count in (d * h * row, h * row, row)
+        )
+        here.pixels = work.batch * prod(counts)
+        here.tiles = ceil_div(here.pixels, tile.pixels)
+        here.share = ceil_div(here.tiles, schedule.rounds)
+        shares += here.share
+        given[f"source{i}"] = (
+            sides.x,
+            sides.source_map(axes, phase, tile, schedule.images_first),
+        )
+    args.a_bytes = (tile.m + tile.halo(axes[2], phases[0][2])) * ROW_BYTES
+    args.slots = shares * args.channel_tiles
+    grid = (min(tile.clusters(device), args.slots * args.rounds) * tile.sharing, 1, 1)
+    if tile.single:
+        grid = tile.split, args.channel_tiles, shares
+        args.cluster, args.owned, args.stages = tile.split, tile.owned, stages
+        args.by_cluster = divider(tile.split)
+        args.reduce_bytes = tile.epilogue_bytes
+        args.skips = skips_taps(work, axes, tile, schedule.images_first)
+    return Launch(
+        _instance(
+            tile,
+            work.dtype,
+            across=sides.across,
+            maps=maps,
+            stages=stages,
+            planes=planes,
+            finished=finished,
+        ),
+        grid,
+        (tile.threads, 1, 1),
+        pack_maps(args, given, y=result, accumulate=work.accumulate, bias=work.bias),
+        tile.shared_bytes(stages),
+        cluster=tile.split,
+    )
 
 
 def _stores(tile: HopperTile, dtype: DType, maps: int) -> tuple[str, ...]:
@@ -291,4 +297,4 @@ def _least_terms(work: ConvWork, axes: Sequence[Axis], written: int) -> int:
 
 
 def _instance(tile: HopperTile, dtype: DType, **how: Any) -> Instance:
-    return Instance.of("conv/hopper_gather.cu", tile.defines(dtype, **how), HOPPER)
+    return Instance.of("conv/hopper_gather.cu", HOPPER, **tile.defines(dtype, **how))

@@ -20,10 +20,13 @@ from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import Step, Workspace, ceil_div
 from convgrad_service.plans.cuda.works import ConvWork, Operand
 
-__all__ = ["Combined", "Sides", "combined", "lowest", "sides_of"]
+__all__ = ["LAUNCHED_PHASES", "Combined", "Sides", "combined", "launched", "lowest", "sides_of"]
 
 Combined = tuple[Phase, Phase, Phase]
 """A phase along D, H and W."""
+
+LAUNCHED_PHASES = 8
+"""The most phases of a launch."""
 
 # The largest im2col offset of a tap from the first one, by the rank of the tensor map.
 MOST_OFFSET = {3: 65535, 4: 255, 5: 31}
@@ -33,6 +36,13 @@ def combined(axes: Sequence[Axis]) -> list[Combined]:
     """Return the phases of a convolution in descending order of taps."""
     every = [(d, h, w) for d, h, w in product(*(axis.phases for axis in axes))]
     return sorted(every, key=lambda each: -each[0].taps * each[1].taps * each[2].taps)
+
+
+def launched(axes: Sequence[Axis]) -> list[list[Combined]]:
+    """Return `combined`, divided into launches of about as many phases each."""
+    phases = combined(axes)
+    launches = ceil_div(len(phases), LAUNCHED_PHASES)
+    return [phases[first::launches] for first in range(launches)]
 
 
 def lowest(axis: Axis, phase: Phase) -> int:
@@ -139,12 +149,7 @@ def _turned(work: ConvWork) -> bool:
 def sides_of(work: ConvWork, device: CudaDevice) -> Sides:
     """Return the operands in channels-last layout, in whole chunks."""
     x = prepare_side(work, "source", device)
-    w = prepare_weight(
-        work,
-        device,
-        out_channels_last=_turned(work),
-        whole_lines=work.follows,
-    )
+    w = prepare_weight(work, device, out_channels_last=_turned(work), whole_lines=work.follows)
     return Sides(
         work,
         x.operand,

@@ -13,7 +13,7 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-from convgrad_service.backends.cuda.kernels.conv.hopper_gather_maps import combined
+from convgrad_service.backends.cuda.kernels.conv.hopper_gather_maps import combined, launched
 from convgrad_service.backends.cuda.kernels.conv.hopper_gather_plan import (
     Schedule,
     candidates,
@@ -132,11 +132,11 @@ def lines(
 def expected_s(
     work: ConvWork, axes: Sequence[Axis], device: CudaDevice, schedule: Schedule
 ) -> float:
-    """Return the expected seconds of a launch in a graph."""
-    tile = schedule.tile
+    """Return the expected seconds of the launches in a graph; others than the first only start."""
+    tile, others_s = schedule.tile, START_S * (len(launched(axes)) - 1)
     if tile.single:
-        return _single_s(work, axes, device, schedule)
-    return START_S + SCALE * _busy_s(work, axes, device, schedule)
+        return others_s + _single_s(work, axes, device, schedule)
+    return others_s + START_S + SCALE * _busy_s(work, axes, device, schedule)
 
 
 def _single_s(

@@ -22,22 +22,9 @@ from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import ceil_div
 from convgrad_service.plans.cuda.works import ConvWork
 
-__all__ = [
-    "Schedule",
-    "candidates",
-    "finishes_rows",
-    "is_plain",
-    "is_product",
-    "kept_taps",
-    "may_pingpong",
-    "may_start_with_images",
-    "pixels_beside",
-    "possible",
-    "row_tiles",
-    "skips_taps",
-    "stores_planes",
-    "taps_of_tiles",
-]
+__all__ = ["Schedule", "candidates", "finishes_rows", "is_plain", "is_product", "kept_taps"]
+__all__ += ["may_pingpong", "may_start_with_images", "pixels_beside", "possible", "row_tiles"]
+__all__ += ["skips_taps", "stores_planes", "taps_of_tiles"]
 
 # Activations that the plain epilogue supports: clamps, which do not round.
 CLAMPING = ("none", "relu", "relu6")

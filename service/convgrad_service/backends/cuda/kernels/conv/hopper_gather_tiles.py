@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from convgrad.dtypes import DType
-from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
 from convgrad_service.backends.cuda.kernels.core.gather_axes import Axis, Phase
 from convgrad_service.plans.cuda.device import RESERVED_BYTES, CudaDevice
 from convgrad_service.plans.cuda.program import ceil_div
@@ -193,8 +192,8 @@ class HopperTile:
         """Return the preprocessor macros of an instance; ``planes`` and ``finished`` say how
         cooperative warpgroups store results."""
         shape: dict[str, object] = {
-            "ELEMENT": CUDA_TYPES[dtype],
-            "ACROSS": int(across),
+            "ELEMENT": dtype,
+            "ACROSS": across,
             "MAPS": maps,
             "BM": self.m,
             "BN": self.n,
@@ -207,7 +206,7 @@ class HopperTile:
         if self.pingpong and self.m * self.n > MOST_SUMS_OF_FEW:
             producer, consumer = REGISTERS_OF_MANY
         shape |= {
-            "PINGPONG": int(self.pingpong),
+            "PINGPONG": self.pingpong,
             "SHARING": self.sharing,
             "STAGES": stages,
             "PRODUCER_REGISTERS": producer,

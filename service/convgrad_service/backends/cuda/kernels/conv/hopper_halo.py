@@ -17,8 +17,9 @@ from convgrad_service.backends.cuda.kernels.conv.hopper_halo_tiles import (
     halo_tiles,
     some_tile_fits,
 )
-from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS, CUDA_TYPES
+from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS
 from convgrad_service.backends.cuda.kernels.core.gather_axes import Axis, gather_axis
+from convgrad_service.backends.cuda.kernels.core.limits import IN_16_BITS, Requirements
 from convgrad_service.backends.cuda.kernels.core.tensor_maps import TiledMap, pack_maps
 from convgrad_service.backends.cuda.kernels.layout.channels_last import (
     in_whole_chunks,
@@ -33,7 +34,6 @@ from convgrad_service.plans.cuda.works import ConvWork, Operand
 
 __all__ = ["HopperHalo"]
 
-DTYPES = (DType.FLOAT16, DType.BFLOAT16)
 MAX_PASSES, MAX_SLICES, MAX_STEPS, MAX_TAPS = 8, 16, 64, 128
 LEAST_CHANNELS = 16
 # Beyond these, other families are faster (measured on an H200).
@@ -65,6 +65,9 @@ TablesArgs = structure("conv/hopper_halo_args.cuh", "HaloTables")
 HopperHaloArgs = structure("conv/hopper_halo_args.cuh", "HopperHaloArgs")
 
 
+NEEDS = Requirements(IN_16_BITS, hopper=True)
+
+
 class HopperHalo:
     """fwd and bwd_data in 16-bit types.
 
@@ -79,19 +82,13 @@ class HopperHalo:
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
         """See `Family.why_not`. Splitting along N, D or H does not change the answer."""
-        if device.architecture not in HOPPER:
-            return f"{device.name} has no products of warpgroups"
-        if work.dtype not in DTYPES:
-            return f"{work.dtype} is not of 16 bits"
-        if work.groups > 1:
-            return f"{work.groups} groups of channels"
+        if (reason := NEEDS.why_not(work, device)) is not None:
+            return reason
         channels = work.in_channels, work.out_channels
         if min(channels) < LEAST_CHANNELS:
             return f"{channels[0]} and {channels[1]} channels would leave most of a product"
         if not self._anything and (reason := _slower(work)) is not None:
             return reason
-        if work.accumulate is not None and work.accumulate.strides != work.result.strides:
-            return "accumulate does not lie as the result does"
         if work.direction == "fwd" and max(work.stride[1:]) > MAX_STEP:
             return f"stride {max(work.stride[1:])} forward, more than TMA's {MAX_STEP}"
         if max(work.kernel) > MAX_KERNEL or work.taps > MAX_TAPS:
@@ -169,10 +166,9 @@ class HopperHalo:
         return self if not config else None
 
     def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`."""
         return [
             _instance(dtype, columns, backward=backward)
-            for dtype in DTYPES
+            for dtype in IN_16_BITS
             for backward in (False, True)
             for columns in COLUMNS
         ]
@@ -234,9 +230,6 @@ def _weight_map(work: ConvWork, operand: Operand, tile: HaloTile, *, backward: b
 
 
 def _instance(dtype: DType, columns: int, *, backward: bool) -> Instance:
-    defines = (
-        ("ELEMENT", CUDA_TYPES[dtype]),
-        ("ACROSS", str(int(backward))),
-        ("COLUMNS", str(columns)),
+    return Instance.of(
+        "conv/hopper_halo.cu", HOPPER, ELEMENT=dtype, ACROSS=backward, COLUMNS=columns
     )
-    return Instance("conv/hopper_halo.cu", "hopper_halo", defines, HOPPER)

@@ -12,19 +12,7 @@ from convgrad_service.backends.cuda.kernels.core.gather_axes import Axis, Phase
 from convgrad_service.plans.cuda.program import ceil_div
 from convgrad_service.problems.sizes import Size3
 
-__all__ = [
-    "CHUNK",
-    "TAP_BYTES",
-    "Halo",
-    "HaloLoad",
-    "HaloPass",
-    "HaloStep",
-    "HaloTap",
-    "Tables",
-    "depth_step",
-    "halo_of",
-    "tables_of",
-]
+__all__ = ["CHUNK", "TAP_BYTES", "Halo", "Tables", "depth_step", "halo_of", "tables_of"]
 
 CHUNK = 32
 """Source channels in a box."""
@@ -154,13 +142,7 @@ def depth_step(axes: Sequence[Axis]) -> int | None:
 
 
 def tables_of(
-    axes: Sequence[Axis],
-    halo: Halo,
-    row_pixels: int,
-    *,
-    twice: bool,
-    blocks: int,
-    stay: bool,
+    axes: Sequence[Axis], halo: Halo, row_pixels: int, *, twice: bool, blocks: int, stay: bool
 ) -> Tables:
     """Return the tables of a tile.
 

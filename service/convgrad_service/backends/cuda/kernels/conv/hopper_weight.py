@@ -27,7 +27,7 @@ from convgrad_service.backends.cuda.kernels.conv.hopper_weight_tiles import (
     Cut,
     cuts,
 )
-from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
+from convgrad_service.backends.cuda.kernels.core.limits import IN_16_BITS, Requirements
 from convgrad_service.backends.cuda.kernels.core.tensor_maps import Im2colMap, TensorMap, pack_maps
 from convgrad_service.backends.cuda.kernels.layout.channels_last import (
     Prepared,
@@ -51,11 +51,10 @@ from convgrad_service.problems.sizes import Size3
 
 __all__ = ["HopperWeight", "im2col_maps", "reachable", "why_not_im2col"]
 
-DTYPES = (DType.FLOAT16, DType.BFLOAT16)
 # Dtypes of the operands and of the result.
 RESULTS = (
-    *((dtype, dtype) for dtype in (*DTYPES, DType.FLOAT32)),
-    *((dtype, DType.FLOAT32) for dtype in DTYPES),
+    *((dtype, dtype) for dtype in (*IN_16_BITS, DType.FLOAT32)),
+    *((dtype, DType.FLOAT32) for dtype in IN_16_BITS),
 )
 LEAST_CHANNELS = 16
 # A k-tile may extend past the last pixel.
@@ -68,17 +67,15 @@ MOST_SHIFT = {1: 65535, 2: 255, 3: 31}
 SUM_BLOCK, SUM_EACH, MOST_SLICES, SUM_THREADS = 256, 4, 8, 132 * 1024
 
 
+NEEDS = Requirements(tf32=True, hopper=True)
+
+
 class HopperWeight:
     """bwd_weight on sm_90a, of 16-bit tensors, and of float32 planes as TF32."""
 
     name = "hopper_weight"
 
-    def __init__(
-        self,
-        least_channels: int = LEAST_CHANNELS,
-        *,
-        cut: Cut | None = None,
-    ) -> None:
+    def __init__(self, least_channels: int = LEAST_CHANNELS, *, cut: Cut | None = None) -> None:
         """Create the family.
 
         Parameters
@@ -98,19 +95,15 @@ class HopperWeight:
 
         ``rows`` are copies of the operands, to read instead.
         """
-        if device.architecture != "sm_90a":
-            return f"{device.name} is not sm_90a"
-        if work.dtype not in DTYPES and (work.dtype, work.precision) != (DType.FLOAT32, "high"):
-            return f"{work.dtype} of {work.precision} precision is not for products of 16 bits"
-        if work.groups > 1:
-            return f"{work.groups} groups of channels"
+        if (reason := NEEDS.why_not(work, device)) is not None:
+            return reason
         if min(work.in_channels, work.out_channels) < self._least_channels:
             return (
                 f"{work.in_channels} channels to {work.out_channels} would leave most of a tile; "
                 f"expected {self._least_channels} on either side"
             )
         rows = rows or image_rows(work)
-        reason = why_not_im2col(work) if rows is None else _why_not_result(work)
+        reason = why_not_im2col(work) if rows is None else None
         if reason is not None:
             return reason
         if work.dtype is DType.FLOAT32 and rows is None:
@@ -178,22 +171,20 @@ class HopperWeight:
         )
 
     def tuned(self, config: str, work: ConvWork, device: CudaDevice) -> HopperWeight | None:
-        """See `Tunable.tuned`."""
         found = next((cut for cut in reachable(work, device) if str(cut) == config), None)
         return None if found is None else HopperWeight(cut=found)
 
     def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`."""
         return [
             *(
                 tile.instance(dtype, cluster, summing=summing)
-                for dtype in DTYPES
+                for dtype in IN_16_BITS
                 for tile in TILES
                 for cluster, summing in tile.clusters
             ),
             *(
                 tile.instance(dtype, cluster, summing=summing, planes=True)
-                for dtype in (*DTYPES, DType.FLOAT32)
+                for dtype in (*IN_16_BITS, DType.FLOAT32)
                 for tile in TILES
                 for cluster, summing in tile.clusters
                 if cluster == summing
@@ -213,12 +204,6 @@ def why_not_im2col(work: ConvWork) -> str | None:
         return f"a stride of {max(work.stride)}; expected at most {MOST_STEP}"
     if work.pixels > MAX_PIXELS:
         return f"{work.pixels} pixels; expected at most {MAX_PIXELS}"
-    return _why_not_result(work)
-
-
-def _why_not_result(work: ConvWork) -> str | None:
-    if work.accumulate is not None and work.accumulate.strides != work.w.strides:
-        return "accumulate does not lie as the result does"
     return None
 
 
@@ -289,8 +274,7 @@ def _sum(work: ConvWork, cut: Cut, partials: str) -> Launch:
 
 
 def _sum_instance(dtype: DType, result: DType) -> Instance:
-    defines = {"ELEMENT": CUDA_TYPES[dtype], "RESULT": CUDA_TYPES[result]}
-    return Instance.of("conv/hopper_weight_sum.cu", defines, HOPPER)
+    return Instance.of("conv/hopper_weight_sum.cu", HOPPER, ELEMENT=dtype, RESULT=result)
 
 
 def im2col_maps(
@@ -312,10 +296,7 @@ def im2col_maps(
     lower = tuple(-pad for pad in work.pad)
     of_x = x, work.in_channels, work.input, lower, upper, work.stride
     of_y = y, work.out_channels, work.output, (0, 0, 0), halo, (1, 1, 1)
-    return (
-        _map(work, *of_x, channels, PIXELS + beyond),
-        _map(work, *of_y, ROWS, PIXELS),
-    )
+    return (_map(work, *of_x, channels, PIXELS + beyond), _map(work, *of_y, ROWS, PIXELS))
 
 
 def _map(

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from convgrad.dtypes import DType
-from convgrad_service.backends.cuda.kernels.conv.hopper_weight_tiles import (
-    Cut,
-)
+from convgrad_service.backends.cuda.arguments import fill
+from convgrad_service.backends.cuda.kernels.conv.hopper_weight_tiles import Cut
 from convgrad_service.backends.cuda.kernels.core.gather_axes import divider
 from convgrad_service.backends.cuda.kernels.layout.planes import PixelRows
 from convgrad_service.backends.cuda.structures import structure
@@ -15,14 +14,7 @@ from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import ceil_div
 from convgrad_service.plans.cuda.works import ConvWork
 
-__all__ = [
-    "HopperWeightArgs",
-    "WeightSumArgs",
-    "arguments",
-    "beside",
-    "dims_of",
-    "fill_result",
-]
+__all__ = ["WeightSumArgs", "arguments", "beside", "dims_of", "fill_result"]
 
 DIVIDERS = ("by_groups", "by_along", "by_kernel", "by_row", "by_parted")
 HopperWeightArgs = structure(
@@ -55,12 +47,18 @@ def fill_result(args: Any, work: ConvWork, cut: Cut) -> None:
     args.w_stride[:], args.kernel[:] = work.w.strides, work.kernel
     args.alpha, args.beta = work.alpha, work.beta
     args.in_channels, args.out_channels = work.in_channels, work.out_channels
-    for name in ("shared_taps", "boxes", "row_tiles", "column_tiles"):
-        setattr(args, name, getattr(cut, name))
-    for name in ("rows_first", "whole", "shares"):
-        setattr(args, name, getattr(cut, name))
-    for name in ("warpgroups", "rows", "products", "channels", "spread"):
-        setattr(args, name, getattr(cut.tile, name))
+    fill(
+        args,
+        cut,
+        "shared_taps",
+        "boxes",
+        "row_tiles",
+        "column_tiles",
+        "rows_first",
+        "whole",
+        "shares",
+    )
+    fill(args, cut.tile, "warpgroups", "rows", "products", "channels", "spread")
     args.fragments = cut.tile.columns // 8
     args.share_steps = cut.steps // (cut.shares * cut.summing)
     args.along = ceil_div(work.kernel[2], cut.shared_taps)
@@ -79,8 +77,7 @@ def arguments(work: ConvWork, cut: Cut, device: CudaDevice, rows: PixelRows | No
     args, read = HopperWeightArgs(), rows or work
     fill_result(args, work, cut)
     args.batch, args.y_size[:] = read.batch, read.output
-    for name in ("stride", "dilation", "pad"):
-        getattr(args, name)[:] = getattr(read, name)
+    fill(args, read, "stride", "dilation", "pad")
     args.dims, args.box_bytes = dims_of(work), cut.box_bytes
     pixels = read.output[2] if rows is None else rows.y.extents[0]
     args.halo = cut.halo if rows is None else -pixels % rows.step_pixels

@@ -11,20 +11,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from convgrad.dtypes import DType
+from convgrad_service.backends.cuda.arguments import fill
 from convgrad_service.backends.cuda.kernels.conv.hopper_gather_tiles import (
     BOX_ROWS,
     SPLITS,
     WARP_FRAGMENT_BYTES,
     HopperTile,
 )
-from convgrad_service.backends.cuda.kernels.conv.hopper_weight import (
-    im2col_maps,
-    why_not_im2col,
-)
+from convgrad_service.backends.cuda.kernels.conv.hopper_weight import im2col_maps, why_not_im2col
 from convgrad_service.backends.cuda.kernels.conv.hopper_weight_args import beside, dims_of
 from convgrad_service.backends.cuda.kernels.conv.single_model import Rates, SingleWave, single_s
-from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
 from convgrad_service.backends.cuda.kernels.core.gather_axes import divider
+from convgrad_service.backends.cuda.kernels.core.limits import IN_16_BITS, Requirements
 from convgrad_service.backends.cuda.kernels.core.tensor_maps import pack_maps
 from convgrad_service.backends.cuda.kernels.layout.channels_last import Prepared, prepare_side
 from convgrad_service.backends.cuda.structures import structure
@@ -37,7 +35,6 @@ from convgrad_service.plans.cuda.works import ConvWork
 __all__ = ["HopperWeightSingle", "SingleTile", "configs", "expected_s", "lines"]
 
 HopperWeightSingleArgs = structure("conv/hopper_weight_single.cuh", "HopperWeightSingleArgs")
-DTYPES = (DType.FLOAT16, DType.BFLOAT16)
 PIXELS, LEAST_STAGES = 64, 3
 LEAST_CHANNELS, MAX_GRID_YZ = 16, 65535
 RATES = Rates(
@@ -73,13 +70,14 @@ class SingleTile(HopperTile):
         return ceil_div(work.out_channels, self.m), ceil_div(boxes * BOX_ROWS, self.n)
 
     def instance(self, dtype: DType) -> Instance:
-        defines = {
-            "ELEMENT": CUDA_TYPES[dtype],
-            "BM": self.m,
-            "BN": self.n,
-            "CONSUMERS": self.warpgroups,
-        }
-        return Instance.of("conv/hopper_weight_single.cu", defines, HOPPER)
+        return Instance.of(
+            "conv/hopper_weight_single.cu",
+            HOPPER,
+            ELEMENT=dtype,
+            BM=self.m,
+            BN=self.n,
+            CONSUMERS=self.warpgroups,
+        )
 
 
 TILES = tuple(
@@ -101,6 +99,9 @@ def configs(work: ConvWork, device: CudaDevice) -> Iterator[SingleTile]:
                 yield one
 
 
+NEEDS = Requirements(IN_16_BITS, hopper=True)
+
+
 class HopperWeightSingle:
     """bwd_weight on sm_90a, of 16-bit tensors."""
 
@@ -111,13 +112,8 @@ class HopperWeightSingle:
         self._config = config
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
-        """See `Family.why_not`."""
-        if device.architecture not in HOPPER:
-            return f"{device.name} is not sm_90a"
-        if work.dtype not in DTYPES:
-            return f"{work.dtype} is not for products of 16 bits"
-        if work.groups > 1:
-            return f"{work.groups} groups of channels"
+        if (reason := NEEDS.why_not(work, device)) is not None:
+            return reason
         if work.taps == 1 and max(work.stride) == 1:
             return "a product, which pointwise_gemm computes"
         if work.split_k not in (None, 1):
@@ -138,7 +134,6 @@ class HopperWeightSingle:
         return None
 
     def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
-        """See `Family.launches`."""
         config = self._config
         if config is None:
             time_s, config = _chosen(work, device)
@@ -168,13 +163,11 @@ class HopperWeightSingle:
         )
 
     def tuned(self, config: str, work: ConvWork, device: CudaDevice) -> HopperWeightSingle | None:
-        """See `Tunable.tuned`."""
         found = next((one for one in configs(work, device) if str(one) == config), None)
         return None if found is None else HopperWeightSingle(found)
 
     def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`."""
-        return [tile.instance(dtype) for dtype in DTYPES for tile in TILES]
+        return [tile.instance(dtype) for dtype in IN_16_BITS for tile in TILES]
 
 
 def expected_s(work: ConvWork, device: CudaDevice, config: SingleTile) -> float:
@@ -243,8 +236,7 @@ def _arguments(work: ConvWork, config: SingleTile, stages: int) -> Any:
     args.cluster, args.owned = config.split, config.owned
     args.stages, args.reduce_bytes = stages, config.epilogue_bytes
     args.y_size[:] = work.output
-    for name in ("stride", "pad", "dilation", "kernel"):
-        getattr(args, name)[:] = getattr(work, name)
+    fill(args, work, "stride", "pad", "dilation", "kernel")
     for dim, size in enumerate(work.output):
         args.by_size[dim] = divider(size)
     _, r, s = work.kernel

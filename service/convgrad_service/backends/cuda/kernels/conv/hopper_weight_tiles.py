@@ -8,10 +8,9 @@ from functools import cached_property
 from typing import NamedTuple
 
 from convgrad.dtypes import DType
-from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
 from convgrad_service.backends.cuda.kernels.layout.planes import PixelRows
 from convgrad_service.plans.cuda.device import HOPPER, CudaDevice
-from convgrad_service.plans.cuda.program import Instance, ceil_div
+from convgrad_service.plans.cuda.program import Instance, ceil_div, macros_of
 from convgrad_service.plans.cuda.works import ConvWork
 
 __all__ = ["ITEM_BYTES", "PIXELS", "ROWS", "TILES", "Cut", "WeightTile", "cuts"]
@@ -106,12 +105,7 @@ class WeightTile:
         return (quads + (summing - 1) * ceil_div(quads, summing)) * QUAD_BYTES
 
     def instance(
-        self,
-        dtype: DType,
-        cluster: int = 1,
-        *,
-        summing: int = 1,
-        planes: bool = False,
+        self, dtype: DType, cluster: int = 1, *, summing: int = 1, planes: bool = False
     ) -> Instance:
         """Return the instance, for channels-first operands with ``planes``."""
         # setmaxnreg: in total at most the registers that the block starts with, or it deadlocks.
@@ -119,23 +113,18 @@ class WeightTile:
             copies, multiplies = 32, 160
         else:
             copies, multiplies = (40, 232) if cluster > 1 else (24, 240)
-        defines: tuple[tuple[str, str], ...] = (
-            ("ELEMENT", CUDA_TYPES[dtype]),
-            ("PIXELS", str(STEP_BYTES // dtype.itemsize if planes else PIXELS)),
-            ("WARPGROUPS", str(self.warpgroups)),
-            ("ROWS", str(self.rows)),
-            ("PRODUCTS", str(self.products)),
-            ("COLUMNS", str(self.columns)),
-            ("CHANNELS", str(self.channels)),
-            ("SPREAD", str(int(self.spread))),
-            ("CLUSTER", str(cluster)),
-            ("SUMS", str(summing)),
-            ("PRODUCER_REGISTERS", str(copies)),
-            ("CONSUMER_REGISTERS", str(multiplies)),
+        return Instance.of(
+            "conv/hopper_weight.cu",
+            HOPPER,
+            ELEMENT=dtype,
+            PIXELS=STEP_BYTES // dtype.itemsize if planes else PIXELS,
+            **macros_of(self, "warpgroups", "rows", "products", "columns", "channels", "spread"),
+            CLUSTER=cluster,
+            SUMS=summing,
+            PRODUCER_REGISTERS=copies,
+            CONSUMER_REGISTERS=multiplies,
+            PLANES=planes or None,
         )
-        if planes:
-            defines = (*defines, ("PLANES", "1"))
-        return Instance("conv/hopper_weight.cu", "hopper_weight", defines, HOPPER)
 
 
 TILES = (

@@ -8,10 +8,7 @@ from math import prod
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
-from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_args import (
-    MAX_PHASES,
-    arguments,
-)
+from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_args import MAX_PHASES, arguments
 from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_model import (
     candidate_configs,
     choose_config,
@@ -25,10 +22,7 @@ from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_tiles import (
     tiles_of,
 )
 from convgrad_service.backends.cuda.kernels.core.gather_axes import Axis, gather_axis
-from convgrad_service.backends.cuda.kernels.core.limits import (
-    MAX_PIXELS,
-    why_not_dense,
-)
+from convgrad_service.backends.cuda.kernels.core.limits import DTYPES, MAX_PIXELS, why_not_dense
 from convgrad_service.backends.cuda.kernels.layout.channels_last import (
     Prepared,
     prepare_side,
@@ -49,7 +43,6 @@ from convgrad_service.problems.sizes import Size3
 
 __all__ = ["ImplicitGemm", "gathering", "gemm_of"]
 
-DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
 OPERATIONS = {"fwd": "kFprop", "bwd_data": "kDgrad", "bwd_weight": "kWgrad"}
 LEAST_VECTOR = 4
 VECTORS = (16, 8, 4)
@@ -95,7 +88,6 @@ class ImplicitGemm:
         self._config, self._dtypes, self._least = config, dtypes, least_channels
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
-        """See `Family.why_not`."""
         if (reason := why_not_dense(work, device)) is not None:
             return reason
         if work.dtype not in self._dtypes:
@@ -104,8 +96,6 @@ class ImplicitGemm:
             return "float32's own precision is not TF32's"
         if min(work.in_channels, work.out_channels) < self._least:
             return f"{work.in_channels} to {work.out_channels} channels would leave most of a chunk"
-        if work.accumulate is not None and work.accumulate.strides != work.result.strides:
-            return "accumulate does not lie as the result does"
         if work.split_k is not None and work.split_k > 1:
             return "a number of splits was asked for"
         if work.direction == "bwd_data" and max(work.stride) > MAX_PHASES:
@@ -117,7 +107,6 @@ class ImplicitGemm:
         return None
 
     def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
-        """See `Family.launches`."""
         axes = [gather_axis(gathering(work), dim) for dim in range(3)]
         operands = _operands(work, device)
         gemm = gemm_of(work, axes)
@@ -162,7 +151,6 @@ class ImplicitGemm:
         )
 
     def tuned(self, config: str, work: ConvWork, device: CudaDevice) -> ImplicitGemm | None:
-        """See `Tunable.tuned`."""
         gemm = gemm_of(work, [gather_axis(gathering(work), dim) for dim in range(3)])
         vector = _operands(work, device).vector
         every = candidate_configs(gemm, work.dtype, device, COUNTERS, vector)
@@ -170,7 +158,6 @@ class ImplicitGemm:
         return None if found is None else ImplicitGemm(found, self._dtypes, self._least)
 
     def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`."""
         return [
             _instance(tile, dtype, direction, vector)
             for dtype in self._dtypes
@@ -248,5 +235,6 @@ def vector_of(operand: Operand, extents: tuple[int, ...]) -> int:
 
 
 def _instance(tile: Tile, dtype: DType, direction: str, vector: int) -> Instance:
-    defines = tile.defines(dtype, OPERATIONS[direction], vector)
-    return Instance.of("conv/implicit_gemm.cu", defines)
+    return Instance.of(
+        "conv/implicit_gemm.cu", **tile.defines(dtype, OPERATIONS[direction], vector)
+    )

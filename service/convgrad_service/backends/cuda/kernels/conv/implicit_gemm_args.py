@@ -19,11 +19,7 @@ from convgrad_service.plans.cuda.program import ceil_div
 from convgrad_service.plans.cuda.works import ConvWork, Operand
 from convgrad_service.problems.sizes import Size3
 
-__all__ = [
-    "MAX_PHASES",
-    "ImplicitGemmArgs",
-    "arguments",
-]
+__all__ = ["MAX_PHASES", "arguments"]
 
 MAX_PHASES = 8
 

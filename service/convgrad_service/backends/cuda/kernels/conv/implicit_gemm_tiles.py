@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from convgrad.dtypes import DType
-from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import ceil_div
 
@@ -66,7 +65,7 @@ class Tile:
     def defines(self, dtype: DType, operation: str, vector: int) -> dict[str, object]:
         """Return the preprocessor macros of an instance."""
         return {
-            "ELEMENT": CUDA_TYPES[dtype],
+            "ELEMENT": dtype,
             "OPERATION": operation,
             "BM": self.m,
             "BN": self.n,

@@ -9,19 +9,19 @@ padding.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 
+from convgrad_service.backends.cuda.kernels.conv.lowering import Lowered, LoweringFamily
 from convgrad_service.backends.cuda.kernels.layout.channels_last import (
     CHUNK_BYTES,
-    Prepared,
     overlapping,
     prepare_side,
     prepare_weight,
 )
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.families import Family, choose
-from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, Workspace, ceil_div
+from convgrad_service.plans.cuda.program import Instance, Launch, Step, Workspace, ceil_div
 from convgrad_service.plans.cuda.works import ConvWork, Copy, CopyAxis, contiguous_strides
 
 __all__ = ["PaddedResult"]
@@ -35,11 +35,10 @@ LEAST_CHANNELS = 16
 LEAST_ELEMENTS = 700_000
 
 
-class PaddedResult:
-    """bwd_data and bwd_weight of ungrouped 16-bit convolutions, by the first of ``families`` that
-    takes the padded convolution."""
+class PaddedResult(LoweringFamily):
+    """bwd_data and bwd_weight of ungrouped 16-bit convolutions."""
 
-    name = "padded_result"
+    name, suffix, timed = "padded_result", "padded", False
 
     def __init__(
         self,
@@ -48,11 +47,10 @@ class PaddedResult:
         *,
         least_elements: int = LEAST_ELEMENTS,
     ) -> None:
-        self._families, self._copies = families, copies
-        self._least = least_elements
+        super().__init__(families)
+        self._copies, self._least = copies, least_elements
 
-    def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
-        """See `Family.why_not`."""
+    def lowered(self, work: ConvWork, device: CudaDevice) -> Lowered | str:
         if work.direction == "fwd":
             return "a forward pass"
         if work.groups != 1:
@@ -69,75 +67,54 @@ class PaddedResult:
             return f"a result of fewer than {self._least} elements"
         if work.result.strides[2] != 1:
             return "the result's channels are not contiguous"
-        inner = _Padded.of(work, device).work
-        reasons = [family.why_not(inner, device) for family in self._families]
-        return None if None in reasons else "; ".join(map(str, reasons))
+        return _padded(work, device)
 
-    def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
-        """See `Family.launches`."""
-        padded = _Padded.of(work, device)
-        chosen = choose(self._families, padded.work, device)
-        inner, read = chosen.fragment, padded.read
-        after = choose(self._copies, padded.copy_out(), device).fragment.steps
-        after = overlapping(after, device, first=isinstance(inner.steps[-1], Launch))
-        return replace(
-            inner,
-            kernel=f"{inner.kernel}_padded",
-            steps=(*read.steps, *inner.steps, *after),
-            workspace=(*read.workspace, padded.result, *inner.workspace),
-            expected_s=None,
-            order=f"{chosen.family} {inner.order}",
-        )
+    def after(
+        self, work: ConvWork, device: CudaDevice, lowered: Lowered, last: Step
+    ) -> Iterable[Step]:
+        steps = choose(self._copies, _copy_out(work, lowered.work), device).fragment.steps
+        return overlapping(steps, device, first=isinstance(last, Launch))
 
     def instances(self) -> Iterable[Instance]:
         """None of its own; see `Family.instances`."""
         return ()
 
 
-@dataclass(frozen=True, slots=True)
-class _Padded:
-    """The convolution with padded input channels, the operand copied for it, and its result."""
+def _padded(given: ConvWork, device: CudaDevice) -> Lowered:
+    """Return the convolution with padded input channels and result."""
+    chunk = CHUNK_BYTES // given.dtype.itemsize
+    channels = ceil_div(given.in_channels, chunk) * chunk
+    extents = (*_rows(given), channels)
+    outer, *spatial, _ = contiguous_strides(extents)
+    weight = given.direction == "bwd_weight"
+    first, second = (extents[0] * outer, outer) if weight else (outer, channels)
+    buffer = f"{given.prefix}{given.direction}.padded_result"
+    result = replace(
+        given.result, buffer=buffer, strides=(first, second, 1, spatial[0], spatial[1], spatial[2])
+    )
+    conv = replace(given.conv, in_channels=channels)
+    work = replace(given, conv=conv, follows=False, leads=False)
+    if weight:
+        read = prepare_side(given, "input", device)
+        work = replace(work, w=result, x=read.operand)
+    else:
+        read = prepare_weight(given, device)
+        work = replace(work, x=result, w=read.operand)
+    size = prod(extents) * given.dtype.itemsize
+    return Lowered(work, read.steps, (*read.workspace, Workspace(buffer, size)))
 
-    given: ConvWork
-    work: ConvWork
-    read: Prepared
-    result: Workspace
 
-    @classmethod
-    def of(cls, given: ConvWork, device: CudaDevice) -> _Padded:
-        chunk = CHUNK_BYTES // given.dtype.itemsize
-        channels = ceil_div(given.in_channels, chunk) * chunk
-        extents = (*_rows(given), channels)
-        outer, *spatial, _ = contiguous_strides(extents)
-        weight = given.direction == "bwd_weight"
-        first, second = (extents[0] * outer, outer) if weight else (outer, channels)
-        buffer = f"{given.prefix}{given.direction}.padded_result"
-        result = replace(
-            given.result,
-            buffer=buffer,
-            strides=(first, second, 1, spatial[0], spatial[1], spatial[2]),
+def _copy_out(given: ConvWork, padded: ConvWork) -> Copy:
+    """Return the copy that removes the padding."""
+    source, target = padded.result, given.result
+    outer = 1 if given.direction == "bwd_weight" else 0
+    axes = (
+        CopyAxis(extent, source.strides[axis], target.strides[axis])
+        for extent, axis in zip(
+            (*_rows(given), given.in_channels), (outer, 3, 4, 5, 2), strict=True
         )
-        conv = replace(given.conv, in_channels=channels)
-        work = replace(given, conv=conv, follows=False, leads=False)
-        if weight:
-            read = prepare_side(given, "input", device)
-            work = replace(work, w=result, x=read.operand)
-        else:
-            read = prepare_weight(given, device)
-            work = replace(work, x=result, w=read.operand)
-        size = prod(extents) * given.dtype.itemsize
-        return cls(given, work, read, Workspace(buffer, size))
-
-    def copy_out(self) -> Copy:
-        """Return the copy that removes the padding."""
-        source, target = self.work.result, self.given.result
-        outer = 1 if self.given.direction == "bwd_weight" else 0
-        extents = (*_rows(self.given), self.given.in_channels)
-        axes = (
-            CopyAxis(extent, source.strides[axis], target.strides[axis])
-            for extent, axis in zip(extents, (outer, 3, 4, 5, 2), strict=True)
-        )
-        return Copy(source.buffer, target.buffer, source.dtype, tuple(axes))
+    )
+    return Copy(source.buffer, target.buffer, source.dtype, tuple(axes))
 
 
 def _rows(work: ConvWork) -> tuple[int, int, int, int]:

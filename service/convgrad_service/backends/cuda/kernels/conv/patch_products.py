@@ -8,22 +8,17 @@ dense kernels compute in any dtype and layout. The copy reads and writes the inp
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from math import prod
 
+from convgrad_service.backends.cuda.kernels.conv.lowering import Lowered, LoweringFamily
 from convgrad_service.backends.cuda.kernels.conv.patches import MOST_CHANNELS
 from convgrad_service.backends.cuda.kernels.layout.channels_last import COPIES
 from convgrad_service.plans.cuda.device import CudaDevice
-from convgrad_service.plans.cuda.families import Family, choose
-from convgrad_service.plans.cuda.program import Fragment, Instance, Step, Workspace
-from convgrad_service.plans.cuda.works import (
-    ConvWork,
-    Copy,
-    CopyAxis,
-    Operand,
-    contiguous_strides,
-)
+from convgrad_service.plans.cuda.families import choose
+from convgrad_service.plans.cuda.program import Step, Workspace
+from convgrad_service.plans.cuda.works import ConvWork, Copy, CopyAxis, Operand, contiguous_strides
 
 __all__ = ["PatchProducts"]
 
@@ -35,16 +30,12 @@ CHANNEL = 2
 """The axis of an operand's channels within a group, before D, H and W, or T, R and S."""
 
 
-class PatchProducts:
-    """All directions, by the first of ``families`` that takes the pointwise convolution."""
+class PatchProducts(LoweringFamily):
+    """All directions."""
 
     name = "patch_products"
 
-    def __init__(self, families: Sequence[Family[ConvWork]]) -> None:
-        self._families = families
-
-    def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
-        """See `Family.why_not`."""
+    def lowered(self, work: ConvWork, device: CudaDevice) -> Lowered | str:
         if work.groups != 1 or work.in_channels > MOST_CHANNELS:
             return f"{work.groups} groups of {work.in_channels} channels of the input"
         if work.kernel != work.stride or any(work.pad):
@@ -66,34 +57,24 @@ class PatchProducts:
             accumulate = work.accumulate or work.w
             if accumulate.strides != work.w.strides:
                 return "accumulate does not lie as the weight does"
-        reasons = [family.why_not(_product(work), device) for family in self._families]
-        return None if None in reasons else "; ".join(map(str, reasons))
-
-    def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
-        """See `Family.launches`."""
         product = _product(work)
-        chosen = choose(self._families, product, device)
-        copy = _copy(work, product.x)
-        if work.direction == "bwd_data":
-            axes = tuple(replace(one, source=one.target, target=one.source) for one in copy.axes)
-            copy = replace(copy, source=copy.target, target=copy.source, axes=axes)
-        copied = choose(COPIES, copy, device).fragment.steps
-        inner = chosen.fragment
-        steps: tuple[Step, ...] = (*copied, *inner.steps)
-        if work.direction == "bwd_data":
-            steps = (*inner.steps, *copied)
         size_bytes = work.batch * prod(work.output) * product.in_channels * work.dtype.itemsize
-        return replace(
-            inner,
-            kernel=f"{self.name}_{inner.kernel}",
-            steps=steps,
-            workspace=(Workspace(product.x.buffer, size_bytes), *inner.workspace),
-            order=f"{chosen.family} {inner.order}",
-        )
+        forward = work.direction != "bwd_data"
+        before = _copied(_copy(work, product.x), device) if forward else ()
+        return Lowered(product, before, (Workspace(product.x.buffer, size_bytes),))
 
-    def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`. These are the instances of ``families``."""
-        return [instance for family in self._families for instance in family.instances()]
+    def after(
+        self, work: ConvWork, device: CudaDevice, lowered: Lowered, last: Step
+    ) -> Iterable[Step]:
+        if work.direction != "bwd_data":
+            return ()
+        copy = _copy(work, lowered.work.x)
+        axes = tuple(replace(one, source=one.target, target=one.source) for one in copy.axes)
+        return _copied(replace(copy, source=copy.target, target=copy.source, axes=axes), device)
+
+
+def _copied(copy: Copy, device: CudaDevice) -> tuple[Step, ...]:
+    return choose(COPIES, copy, device).fragment.steps
 
 
 def _extents(work: ConvWork) -> tuple[int, ...]:
@@ -116,9 +97,7 @@ def _product(work: ConvWork) -> ConvWork:
     numbers, conv, ones = work.taps * work.in_channels, work.conv, (1,) * work.conv.ndim
     image, plane, row, pixel, _ = contiguous_strides((work.batch, *work.output, numbers))
     x = Operand(
-        f"{work.prefix}{work.direction}.patches",
-        work.dtype,
-        (image, numbers, 1, plane, row, pixel),
+        f"{work.prefix}{work.direction}.patches", work.dtype, (image, numbers, 1, plane, row, pixel)
     )
     accumulate = work.accumulate
     if accumulate is not None and work.direction == "bwd_weight":

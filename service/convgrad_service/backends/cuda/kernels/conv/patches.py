@@ -9,13 +9,11 @@ not overlap and a row of a patch is a multiple of a chunk, and in one dimension.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from convgrad_service.backends.cuda.kernels.conv.lowering import Lowered, LoweringFamily
 from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES
 from convgrad_service.plans.cuda.device import CudaDevice
-from convgrad_service.plans.cuda.families import Family, choose
-from convgrad_service.plans.cuda.program import Fragment, Instance
 from convgrad_service.plans.cuda.works import ConvWork, Operand
 
 __all__ = ["MOST_CHANNELS", "Patches"]
@@ -25,16 +23,12 @@ MOST_CHANNELS = 4
 LEAST_FOLDED = 32
 
 
-class Patches:
-    """All directions, by the first of ``families`` that takes the folded convolution."""
+class Patches(LoweringFamily):
+    """All directions."""
 
     name = "patches"
 
-    def __init__(self, families: Sequence[Family[ConvWork]]) -> None:
-        self._families = families
-
-    def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
-        """See `Family.why_not`."""
+    def lowered(self, work: ConvWork, device: CudaDevice) -> Lowered | str:
         stride, channels = work.stride[2], work.in_channels
         if work.groups != 1 or channels > MOST_CHANNELS:
             return f"{work.groups} groups of {channels} channels of the input"
@@ -62,22 +56,7 @@ class Patches:
             return "W and channels do not lie side by side"
         if work.accumulate is not None and work.accumulate.strides != work.result.strides:
             return "accumulate does not lie as the result does"
-        reasons = [family.why_not(_folded(work), device) for family in self._families]
-        return None if None in reasons else "; ".join(map(str, reasons))
-
-    def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
-        """See `Family.launches`."""
-        chosen = choose(self._families, _folded(work), device)
-        fragment = chosen.fragment
-        return replace(
-            fragment,
-            kernel=f"{self.name}_{fragment.kernel}",
-            order=f"{chosen.family} {fragment.order}",
-        )
-
-    def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`. These are the instances of ``families``."""
-        return [instance for family in self._families for instance in family.instances()]
+        return Lowered(_folded(work))
 
 
 def _folded(work: ConvWork) -> ConvWork:

@@ -20,6 +20,7 @@ from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_tiles import (
     Product,
 )
 from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS
+from convgrad_service.backends.cuda.kernels.core.limits import IN_16_BITS, Requirements
 from convgrad_service.backends.cuda.kernels.core.tensor_maps import TiledMap, pack_maps
 from convgrad_service.backends.cuda.kernels.layout.planes import flat_planes
 from convgrad_service.backends.cuda.structures import structure
@@ -37,7 +38,6 @@ from convgrad_service.problems.sizes import Size3
 
 __all__ = ["PointwiseGemm", "products_of"]
 
-DTYPES = (DType.FLOAT16, DType.BFLOAT16)
 CHUNK = 16 // ITEM_BYTES
 LINE_BYTES = 128
 COUNTERS = ZEROS_BYTES // 4
@@ -46,6 +46,9 @@ MOST_ROWS = 2**31 - 2**16
 
 
 PointwiseGemmArgs = structure("conv/pointwise_gemm.cuh", "PointwiseGemmArgs")
+
+
+NEEDS = Requirements(IN_16_BITS, hopper=True)
 
 
 class PointwiseGemm:
@@ -81,17 +84,10 @@ class PointwiseGemm:
         self._planes = planes
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
-        """See `Family.why_not`."""
-        if device.architecture not in HOPPER:
-            return f"{device.name} has no copy engine and products of warpgroups"
-        if work.dtype not in DTYPES:
-            return f"{work.dtype.value}: products are of 16 bits"
-        if work.groups != 1:
-            return f"{work.groups} groups"
+        if (reason := NEEDS.why_not(work, device)) is not None:
+            return reason
         if work.taps > 1 or max(work.stride) > 1 or any(work.pad) or work.input != work.output:
             return "taps, strides or padding"
-        if work.accumulate is not None and work.accumulate.strides != work.result.strides:
-            return "accumulate does not lie as the result does"
         if work.split_k is not None and work.split_k > 1:
             return "a number of splits was asked for"
         if max(work.pixels, work.in_channels, work.out_channels) > MOST_ROWS:
@@ -115,7 +111,6 @@ class PointwiseGemm:
         return None
 
     def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
-        """See `Family.launches`."""
         products = products_of(work)
         if self._config is not None:
             product, config = products[self._swapped and len(products) > 1], self._config
@@ -169,12 +164,10 @@ class PointwiseGemm:
         )
 
     def tuned(self, config: str, work: ConvWork, device: CudaDevice) -> PointwiseGemm | None:
-        """See `Tunable.tuned`."""
         found = Config.named(config.removesuffix(SWAPPED))
         return None if found is None else PointwiseGemm(found, swapped=config.endswith(SWAPPED))
 
     def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`."""
         # Whether A and B are MN-major: fwd, bwd_data and bwd_weight; then the former two transposed
         # and of planes.
         majors = (False, False), (False, True), (True, True)
@@ -183,7 +176,7 @@ class PointwiseGemm:
         products += [replace(_like(True, b, transposed=False), images=1) for _, b in majors[:2]]
         found = {
             _instance(dtype, config, product): None
-            for dtype in DTYPES
+            for dtype in IN_16_BITS
             for product in products
             for config in every_config(product.kind)
         }
@@ -222,12 +215,7 @@ def _arguments(work: ConvWork, product: Product, config: Config, stages: int) ->
 
 
 def _instance(dtype: DType, config: Config, product: Product) -> Instance:
-    return Instance(
-        "conv/pointwise_gemm.cu",
-        "pointwise_gemm",
-        tuple((name, str(value)) for name, value in config.defines(dtype, product).items()),
-        HOPPER,
-    )
+    return Instance.of("conv/pointwise_gemm.cu", HOPPER, **config.defines(dtype, product))
 
 
 def _operands(work: ConvWork) -> tuple[Operand, Operand]:

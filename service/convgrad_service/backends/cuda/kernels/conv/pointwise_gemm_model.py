@@ -10,10 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_configs import (
-    COLUMNS,
     DEEP,
-    MOST_RESIDENT_COLUMNS,
-    ROWS,
     SHALLOW,
     USUAL,
     every_config,
@@ -28,6 +25,7 @@ from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_tiles import (
     Matrix,
     Product,
 )
+from convgrad_service.backends.cuda.kernels.core.limits import MAX_GRID_YZ
 from convgrad_service.backends.cuda.tuning.correction import MOST_CORRECTED, correction_of
 from convgrad_service.backends.cuda.tuning.features import features
 from convgrad_service.plans.cuda.device import CudaDevice
@@ -37,6 +35,8 @@ __all__ = ["chosen", "line_of", "prepare", "timed"]
 MULTIPROCESSORS = 132
 MOST_RESIDENT_BYTES, MOST_COLUMN_TILES = 100_000, 4
 LEAST_STAGES, LEAST_DEEP_STAGES, MANY_STAGES = 3, 4, 4
+# The lowest tiles, and those of which a product must have many.
+LEAST_ROWS, TALL_ROWS = 64, 192
 # The most columns of all tiles relative to the result's, and the fewest tiles of 256 rows and the
 # fewest transposed tiles, as fewer would leave SMs idle.
 MOST_SPARE, LEAST_TALL, LEAST_TRANSPOSED = 1.4, 60, 40
@@ -48,7 +48,7 @@ CLOCK, LEAST_CLOCKS = 1 / 1755, 16
 
 
 class _Table:
-    """All configurations for one layout of the operands, in ascending order of columns.
+    """All configurations for one layout of the operands.
 
     Arrays hold the parts of the model that do not depend on sizes, so that planning, which adds to
     the latency of a request, is a few vector operations.
@@ -60,14 +60,11 @@ class _Table:
         self._rates = rates = WGRAD if wgrad else GATHER
         # Each configuration is repeated for the numbers of parts that `times` tries.
         kinds = 3 if wgrad else 1
-        alone = sorted(
-            (
-                replace(config, cluster=cluster) if cluster > 1 else config
-                for config in every_config(kind)
-                for cluster in (CLUSTERS if config.cluster else (0,))
-            ),
-            key=lambda config: config.n,
-        )
+        alone = [
+            replace(config, cluster=cluster) if cluster > 1 else config
+            for config in every_config(kind)
+            for cluster in (CLUSTERS if config.cluster else (0,))
+        ]
         self.configs = [config for config in alone for _ in range(kinds)]
         self.kind = np.tile(np.arange(1.0, kinds + 1), len(alone))
         images = int(kind == "planes")
@@ -83,7 +80,14 @@ class _Table:
         self.resident = column(lambda one: one.resident) > 0
         self.in_grid = column(lambda one: one.in_grid) > 0
         self.deep = self.depth == DEEP
-        self.could_stay = (self.n <= MOST_RESIDENT_COLUMNS) & (kind in ("gather", "planes"))
+        # Columns of the next narrower tile that is otherwise the same, or 0.
+        self.narrower = column(
+            lambda one: max(
+                (each.n for each in alone if each.n < one.n and each == replace(one, n=each.n)),
+                default=0,
+            )
+        )
+        self.could_stay = column(lambda one: replace(one, resident=True) in alone) > 0
         self.together = column(lambda one: CLUSTERS[max(one.cluster, 1)])
         self.together = np.maximum(1, self.together * device.multiprocessors // MULTIPROCESSORS)
         self.b_bytes = column(lambda one: one.side_bytes(like.b, one.n))
@@ -127,28 +131,30 @@ class _Table:
         """Return the time of each configuration in microseconds, and its number of parts.
 
         The time is infinite if the configuration is not a candidate, if its clusters would not all
-        be resident, or if there are not enough ``counters``.
+        be resident or are more than a grid holds, or if there are not enough ``counters``.
         """
         rates, many = self._rates, self._device.multiprocessors
-        widest = next((n for n in COLUMNS if n >= product.columns), COLUMNS[-1])
-        end = int(np.searchsorted(self.n, widest, "right"))
-        m, n, depth, cluster = (each[:end] for each in (self.m, self.n, self.depth, self.cluster))
-        resident, deep, together = self.resident[:end], self.deep[:end], self.together[:end]
-        split, in_grid = cluster > 0, self.in_grid[:end]
+        m, n, depth, cluster = self.m, self.n, self.depth, self.cluster
+        resident, deep, together = self.resident, self.deep, self.together
+        split, in_grid = cluster > 0, self.in_grid
         images = max(product.images, 1)
         rows, across = images * np.ceil(product.rows / images / m), np.ceil(product.columns / n)
         tiles, steps = rows * across, np.ceil(product.depth / depth)
         # Blocks are persistent over the tiles of one dimension and keep their tile of the other.
         moving, kept = (across, rows) if self._transposed else (rows, across)
 
-        allowed = (n <= 32) | (n == widest) | (across * n <= MOST_SPARE * product.columns + 8)
+        # No tile is wider than the narrowest one that has all columns.
+        allowed = self.narrower < product.columns
+        allowed &= (
+            (n <= 32) | (n >= product.columns) | (across * n <= MOST_SPARE * product.columns + 8)
+        )
         if self._transposed:
-            allowed &= (m == ROWS[0]) | (rows * m <= MOST_SPARE * product.rows)
+            allowed &= (m == LEAST_ROWS) | (rows * m <= MOST_SPARE * product.rows)
             allowed &= tiles >= LEAST_TRANSPOSED
         else:
-            allowed &= (m < ROWS[2]) | (tiles >= LEAST_TALL)
+            allowed &= (m < TALL_ROWS) | (tiles >= LEAST_TALL)
         if self._wgrad:
-            allowed &= (m == ROWS[0]) | (product.rows > ROWS[0])
+            allowed &= (m == LEAST_ROWS) | (product.rows > LEAST_ROWS)
         elif product.images:
             pass
         elif product.depth <= USUAL:
@@ -158,16 +164,17 @@ class _Table:
         stays = product.depth * n * ITEM_BYTES <= MOST_RESIDENT_BYTES
         stays &= across <= MOST_COLUMN_TILES
         stored = np.where(
-            resident, stays & (tiles > many), ~(self.could_stay[:end] & stays & (tiles > 2 * many))
+            resident, stays & (tiles > many), ~(self.could_stay & stays & (tiles > 2 * many))
         )
-        stored &= product.stores & (kept <= many) & (self.kind[:end] == 1)
+        stored &= product.stores & (kept <= many) & (self.kind == 1)
         stored &= ~in_grid
         # Kind 1 has one part; kinds 2 and 3 fill all and half of the concurrent clusters, or of the
         # SMs. Clusters of 3 and 6 were not measured with several parts.
-        kind = self.kind[:end]
+        kind = self.kind
         parts = np.where(kind == 1, 1, together // (tiles * np.maximum(kind - 1, 1)))
         joined = (cluster * parts <= steps) & ((kind == 1) | (parts > 1))
         joined &= (tiles <= together) | ((cluster == 1) & (not product.stores))
+        joined &= rows <= MAX_GRID_YZ
         joined &= (parts == 1) | ((tiles * cluster <= counters) & (cluster % 3 != 0))
         if not self._wgrad:
             joined &= (cluster > 1) | (not product.stores)
@@ -176,8 +183,8 @@ class _Table:
 
         splits = np.maximum(cluster, 1) * np.maximum(parts, 1)
         each_steps = np.ceil(steps / splits)
-        room = self.room[:end] - np.where(resident, steps * self.b_bytes[:end], 0)
-        stages = room // (self.stage[:end] + 2 * BARRIER_BYTES)
+        room = self.room - np.where(resident, steps * self.b_bytes, 0)
+        stages = room // (self.stage + 2 * BARRIER_BYTES)
         allowed &= stages >= np.minimum(np.where(deep, LEAST_DEEP_STAGES, LEAST_STAGES), each_steps)
 
         clusters = tiles * np.maximum(parts, 1)
@@ -185,19 +192,19 @@ class _Table:
         each = np.where(in_grid, 1, np.ceil(np.where(split, clusters / together, moving / grid)))
         active = np.where(split, np.minimum(clusters, together) * cluster, grid * kept)
         active = np.where(in_grid, clusters, active)
-        shared = self.read[:end] / 1e6 * active / rates.l2 * MULTIPROCESSORS / many
-        step = np.maximum(self.alone[:end], shared) + rates.few_stages * (stages < MANY_STAGES)
-        tile = self.tile[:end]
+        shared = self.read / 1e6 * active / rates.l2 * MULTIPROCESSORS / many
+        step = np.maximum(self.alone, shared) + rates.few_stages * (stages < MANY_STAGES)
+        tile = self.tile
         busy = each * each_steps * step
-        turn = each * (each_steps * self.products[:end] + tile)
+        turn = each * (each_steps * self.products + tile)
         busy = np.where(split | in_grid, busy, np.maximum(busy, turn))
         memory = product.bytes / 1e6 / rates.memory
         beside = np.where(in_grid, rates.grid_beside, rates.beside)
         total = np.maximum(busy, memory) + beside * np.minimum(busy, memory) + tile
-        copied = rates.resident + rates.resident_size * steps * self.b_bytes[:end] / 1e3
-        total += np.where(resident, copied, 0) + each * self.join[:end]
+        copied = rates.resident + rates.resident_size * steps * self.b_bytes / 1e3
+        total += np.where(resident, copied, 0) + each * self.join
         total += np.where(split, rates.start_split, rates.start)
-        total += np.where(parts > 1, self.met[:end] + self.left[:end] * parts, 0)
+        total += np.where(parts > 1, self.met + self.left * parts, 0)
         if self._transposed:
             total *= DOUBT
         return np.where(allowed, total, np.inf), parts

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["GATHER", "WGRAD", "Rates"]
+__all__ = ["GATHER", "WGRAD"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from convgrad.dtypes import DType
-from convgrad_service.plans.cuda.device import CudaDevice
+from convgrad_service.plans.cuda.device import HOPPER, CudaDevice
 from convgrad_service.plans.cuda.works import ConvWork
 
-__all__ = ["MAX_GRID_YZ", "MAX_PIXELS", "why_not_32bit_positions", "why_not_dense"]
+__all__ = ["DTYPES", "IN_16_BITS", "MAX_GRID_YZ", "MAX_PIXELS", "Requirements"]
+__all__ += ["why_not_32bit_positions", "why_not_dense"]
 
 # Positions are 32-bit, and kernels add several of them before they compare with a bound.
 _MAX_EXTENT = 2**28
@@ -15,12 +18,60 @@ MAX_PIXELS = 2**31 - 1 - 1024
 MAX_GRID_YZ = 65535
 
 
+IN_16_BITS = (DType.FLOAT16, DType.BFLOAT16)
+DTYPES = (*IN_16_BITS, DType.FLOAT32)
+"""The types whose products tensor cores add in float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Requirements:
+    """What a tensor-core kernel requires of every convolution: `why_not` says what is not met.
+
+    Attributes
+    ----------
+    dtypes : tuple of DType
+        Of the operands.
+    tf32 : bool
+        Whether products of float32 are in TF32, for ``precision: high`` alone.
+    hopper : bool
+        Whether it has wgmma and TMA.
+    grouped : bool or None
+        Whether there must be several groups, or must not.
+    dilated : bool
+        Whether taps may lie apart.
+
+    What is added to the result must lie as the result does.
+    """
+
+    dtypes: tuple[DType, ...] = DTYPES
+    tf32: bool = False
+    hopper: bool = False
+    grouped: bool | None = False
+    dilated: bool = True
+
+    def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
+        """Return why work does not meet them, or None."""
+        if self.hopper and device.architecture not in HOPPER:
+            return f"{device.name} is not sm_90a, and has no wgmma"
+        if device.capability < (8, 0):
+            return f"{device.name} is older than sm_80"
+        if work.dtype not in self.dtypes:
+            return f"{work.dtype} is not {' or '.join(self.dtypes)}"
+        if self.tf32 and work.dtype is DType.FLOAT32 and work.precision != "high":
+            return "TF32 is less than the float32 that was asked for"
+        if self.grouped is not None and self.grouped != (work.groups > 1):
+            return "one group" if self.grouped else f"{work.groups} groups"
+        if work.dilated and not self.dilated:
+            return "dilated"
+        if work.accumulate is not None and work.accumulate.strides != work.result.strides:
+            return "accumulate does not lie as the result does"
+        return None
+
+
 def why_not_dense(work: ConvWork, device: CudaDevice) -> str | None:
     """Return why no tensor-core kernel takes ``work``, or None."""
-    if work.dtype is DType.FLOAT64:
-        return "tensor cores that sum in float64 are not used"
-    if device.capability < (8, 0):
-        return f"{device.name} is older than sm_80"
+    if (reason := Requirements(grouped=None).why_not(work, device)) is not None:
+        return reason
     if work.groups > MAX_GRID_YZ:
         return f"{work.groups} groups are more than {MAX_GRID_YZ}"
     return why_not_32bit_positions(work)

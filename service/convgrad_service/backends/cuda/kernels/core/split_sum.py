@@ -7,7 +7,7 @@ from math import prod
 
 from convgrad.dtypes import FLOATING, DType
 from convgrad_service.backends.cuda.arguments import pack
-from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES, linear_grid
+from convgrad_service.backends.cuda.kernels.core.elements import linear_grid
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import sum_dtype
 from convgrad_service.plans.cuda.program import Instance, Launch
@@ -60,5 +60,4 @@ def split_sum_instances() -> Iterable[Instance]:
 
 
 def _instance(summed: DType, result: DType) -> Instance:
-    defines = ("SUM", CUDA_TYPES[summed]), ("RESULT", CUDA_TYPES[result])
-    return Instance("core/split_sum.cu", "split_sum", defines)
+    return Instance.of("core/split_sum.cu", SUM=summed, RESULT=result)

@@ -19,16 +19,8 @@ from convgrad_service.backends.cuda.arguments import Block, Packed, pack
 from convgrad_service.backends.cuda.structures import MAP_ALIGNMENT, MapField
 from convgrad_service.plans.cuda.works import Operand
 
-__all__ = [
-    "MAP_ALIGNMENT",
-    "MAP_BYTES",
-    "Im2colMap",
-    "MapField",
-    "MappedArguments",
-    "TensorMap",
-    "TiledMap",
-    "pack_maps",
-]
+__all__ = ["MAP_ALIGNMENT", "MAP_BYTES", "Im2colMap", "MapField", "MappedArguments", "TensorMap"]
+__all__ += ["TiledMap", "pack_maps"]
 
 MAP_BYTES = 128
 
@@ -154,7 +146,6 @@ class TiledMap(TensorMap):
         return cls(x.dtype, sizes, strides, swizzle=swizzle, box=box)
 
     def why_not(self) -> str | None:
-        """See `TensorMap.why_not`."""
         if not 1 <= self.dims <= 5 or len(self.box) != self.dims:
             return f"{self.dims} dimensions, a box of {len(self.box)}; expected 1 to 5 of both"
         for extent in self.box:
@@ -179,7 +170,6 @@ class Im2colMap(TensorMap):
     pixels: int = 0
 
     def why_not(self) -> str | None:
-        """See `TensorMap.why_not`."""
         spatial = self.dims - 2
         if spatial not in CORNERS or not len(self.lower) == len(self.upper) == spatial:
             return (
@@ -214,16 +204,13 @@ class MappedArguments:
 
     @property
     def buffers(self) -> tuple[str, ...]:
-        """See `Arguments.buffers`."""
         return (*self.packed.buffers, *(buffer for _, buffer, _ in self.maps))
 
     def renamed(self, names: Mapping[str, str]) -> MappedArguments:
-        """See `Arguments.renamed`."""
         maps = ((offset, names.get(buffer, buffer), one) for offset, buffer, one in self.maps)
         return MappedArguments(self.packed.renamed(names), tuple(maps))
 
     def fill(self, addresses: Mapping[str, int]) -> bytearray:
-        """See `Arguments.fill`."""
         starts = tuple([addresses[buffer] for _, buffer, _ in self.maps])
         encoded = self.cache.get(starts)
         if encoded is None:
@@ -237,7 +224,6 @@ class MappedArguments:
         return self._with_maps(addresses, encoded)
 
     def block(self, addresses: Mapping[str, int], buffers: Sequence[str]) -> MappedBlock:
-        """See `Arguments.block`."""
         return MappedBlock(self, addresses, buffers)
 
     def fill_by(self, encode: Encode, addresses: Mapping[str, int]) -> bytearray:
@@ -271,7 +257,6 @@ class MappedBlock(Block):
         ]
 
     def point(self, addresses: Sequence[int]) -> None:
-        """See `Block.point`."""
         super().point(addresses)
         starts, replace = self._starts, _replace_address()
         for place, (at, index, offset, clear) in enumerate(self.maps):

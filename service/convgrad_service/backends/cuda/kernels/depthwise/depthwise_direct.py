@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
-from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS, CUDA_TYPES
+from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS
 from convgrad_service.backends.cuda.kernels.core.gather_axes import divider
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_direct_model import (
     BLOCKS,
@@ -34,10 +34,13 @@ from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import (
     spread_of,
     strides_of,
     turned,
+    why_not_depthwise,
+    why_not_images,
 )
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice
-from convgrad_service.plans.cuda.program import Fragment, Instance, Launch
+from convgrad_service.plans.cuda.families import Solver
+from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, macros_of
 from convgrad_service.plans.cuda.works import ConvWork
 
 __all__ = ["DepthwiseDirect"]
@@ -54,7 +57,7 @@ FEW_WORDS = 28
 DepthwiseDirectArgs = structure("depthwise/depthwise_direct.cuh", "DepthwiseDirectArgs")
 
 
-class DepthwiseDirect:
+class DepthwiseDirect(Solver[ConvWork, DirectLayout]):
     """fwd and bwd_data with one input channel per group, channels last, of any number of channels,
     kernel and padding, in one to three dimensions; in bwd_data, one output channel per group."""
 
@@ -63,20 +66,13 @@ class DepthwiseDirect:
     def __init__(self, layout: DirectLayout | None = None) -> None:
         self._layout = layout
 
-    def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
-        """See `Family.why_not`."""
+    def solve(self, work: ConvWork, device: CudaDevice) -> DirectLayout | str:
         work = turned(work)
-        if work.dtype not in DTYPES:
-            return f"{work.dtype}"
-        if work.groups == 1 or work.in_channels != 1:
-            return "not one input channel a group"
+        if (reason := why_not_depthwise(work)) is not None:
+            return reason
         multiplier = work.out_channels
         if multiplier > 1 and work.direction == "bwd_data":
             return f"sums over {multiplier} channels"
-        if work.x.strides[1] != 1 or work.y.strides[1] != multiplier:
-            return "the channels are not contiguous"
-        if multiplier > 1 and work.y.strides[2] != 1:
-            return "the channels of a group are not contiguous"
         if work.accumulate is not None and work.accumulate.strides != work.sides[1].strides:
             return "a tensor to accumulate with other strides"
         if work.stride[2] not in STRIDES:
@@ -88,26 +84,15 @@ class DepthwiseDirect:
             return "weights that are not contiguous"
         if any(pad < 0 for pad in work.pad):
             return "negative padding"
-        for operand, size in ((work.x, work.input), (work.y, work.output)):
-            spans = zip(operand.strides[3:], size, strict=True)
-            if sum(stride * extent for stride, extent in spans) > MOST_INDEX:
-                return "an image of more than 2^31 elements"
-        layout = self.layout(work, device)
+        if (reason := why_not_images(work, MOST_INDEX)) is not None:
+            return reason
+        layout = self._layout or best_layout(work, device)
         if max(grid_of(work, layout)) > MOST_ALONG:
             return "more blocks than a grid can have"
-        return device.why_not_shared(_shared_bytes(work, layout))
-
-    def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
-        """See `Family.launches`."""
-        work = turned(work)
-        return self.fragment(work, device, self.layout(work, device))
-
-    def layout(self, work: ConvWork, device: CudaDevice) -> DirectLayout:
-        """Return the configuration with the least predicted time."""
-        return self._layout or best_layout(work, device)
+        return device.why_not_shared(_shared_bytes(work, layout)) or layout
 
     def fragment(self, work: ConvWork, device: CudaDevice, layout: DirectLayout) -> Fragment:
-        """Return the launch with a configuration."""
+        work = turned(work)
         source, result = work.sides
         backward, pad, period = work.direction == "bwd_data", list(work.pad), work.kernel[2]
         args = DepthwiseDirectArgs()
@@ -155,7 +140,6 @@ class DepthwiseDirect:
         )
 
     def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`."""
         return [
             _instance(dtype, backward, replace(layout, vector=vector))
             for layout in _layouts()
@@ -208,17 +192,13 @@ def _instance(dtype: DType, backward: bool, layout: DirectLayout) -> Instance:
         ahead = max(1, MOST_WORDS // read)
     else:
         ahead = max(2, min(layout.kernel, MOST_ROW_WORDS // read))
-    defines = {
-        "ELEMENT": CUDA_TYPES[dtype],
-        "KERNEL_H": layout.kernel if layout.rows and not layout.line else 1,
-        "KERNEL": layout.kernel,
-        "STRIDE": layout.stride,
-        "ROWS": layout.rows,
-        "COLUMNS": layout.columns,
-        "VECTOR": layout.vector,
-        "AHEAD": ahead,
-        "THREADS": THREADS,
-        "BLOCKS": BLOCKS,
-        "BACKWARD": int(backward),
-    }
-    return Instance.of("depthwise/depthwise_direct.cu", defines)
+    return Instance.of(
+        "depthwise/depthwise_direct.cu",
+        ELEMENT=dtype,
+        KERNEL_H=layout.kernel if layout.rows and not layout.line else 1,
+        **macros_of(layout, "kernel", "stride", "rows", "columns", "vector"),
+        AHEAD=ahead,
+        THREADS=THREADS,
+        BLOCKS=BLOCKS,
+        BACKWARD=backward,
+    )

@@ -8,14 +8,13 @@ from math import lcm
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
-from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS, CUDA_TYPES, MAX_BLOCKS
+from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS, MAX_BLOCKS
 from convgrad_service.backends.cuda.kernels.core.gather_axes import divider
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_strips import STRIP_COLUMNS
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import (
     IN_16_BITS,
     LinearCost,
     Plane,
-    plane_and_tile,
     plane_of,
     resident_blocks,
 )
@@ -26,7 +25,8 @@ from convgrad_service.plans.cuda.device import (
     architectures_since,
     listed_architecture,
 )
-from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
+from convgrad_service.plans.cuda.families import Solver
+from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div, macros_of
 from convgrad_service.plans.cuda.works import ConvWork
 
 __all__ = ["PAIR_TILES", "DepthwisePairs", "DepthwisePairsArgs", "PairTile", "place_bytes"]
@@ -35,6 +35,8 @@ COST = LinearCost(4.5, 0.264, 0.0101, 0.641)
 # The limit of gridDim.y.
 MOST_ALONG = 2**16 - 1
 TILE_STRIPS = 8
+# Rows in shared memory.
+STAGES = 4
 # Fixed cost of a part of a share, in rows, and the fraction of an SM that a single block uses;
 # fitted to sweeps on an H200.
 START_ROWS = 3
@@ -59,8 +61,6 @@ class PairTile:
         Units of 4 columns of x per product.
     octets, pairs
         Channels of a block in units of 8, and of a warp in units of 2.
-    stages
-        Rows in shared memory.
     blocks, finishing
         Blocks per SM; and with an epilogue, which takes registers, if not as many.
     cost
@@ -72,7 +72,6 @@ class PairTile:
     units: int
     octets: int = 4
     pairs: int = 4
-    stages: int = 4
     blocks: int = 3
     finishing: int = 0
     cost: float = 1.0
@@ -123,7 +122,7 @@ PAIR_TILES = (
 DepthwisePairsArgs = structure("depthwise/depthwise_pairs.cuh", "DepthwisePairsArgs")
 
 
-class DepthwisePairs:
+class DepthwisePairs(Solver[ConvWork, Launch]):
     """bwd_data, and fwd with stride 1, in 16-bit types with one channel per group, channels
     last."""
 
@@ -133,8 +132,7 @@ class DepthwisePairs:
         """Create the family; with ``anything``, it also takes work at which others are faster."""
         self._tiles, self._anything = tiles, anything
 
-    def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
-        """See `Family.why_not`."""
+    def solve(self, work: ConvWork, device: CudaDevice) -> Launch | str:
         if work.out_channels > 1:
             return f"{work.out_channels} channels a group"
         if work.accumulate is not None:
@@ -155,64 +153,20 @@ class DepthwisePairs:
         rows = min(one.kernel_rows for one in self._tiles if one.kernel_rows >= plane.reach[0])
         if tile.kernel_rows > rows and not self._anything:
             return f"{plane.reach[1]} columns take an instance of {tile.kernel_rows} rows"
-        launch = self.launch(work, device, plane, tile)
+        launch = _launch(work, device, plane, tile)
         reason = device.why_not_shared(launch.shared_bytes)
         if reason is not None:
             return reason
         if max(launch.grid[1:]) > MOST_ALONG or launch.grid[0] > MAX_BLOCKS:
             return f"{launch.grid} blocks are more than a grid can have"
-        return None
+        return launch
 
-    def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
-        """See `Family.launches`."""
-        plane, tile = plane_and_tile(work, lambda plane: self._tile(work, plane, device))
-        launch = self.launch(work, device, plane, tile)
+    def fragment(self, work: ConvWork, device: CudaDevice, launch: Launch) -> Fragment:
         return Fragment(
             f"{self.name}_{work.direction}", (launch,), expected_s=COST.expected_s(work, device)
         )
 
-    def launch(
-        self,
-        work: ConvWork,
-        device: CudaDevice,
-        plane: Plane,
-        tile: PairTile,
-        share: int | None = None,
-    ) -> Launch:
-        """Return the launch with a tile and ``share`` rows per block (times the stride)."""
-        stride, (source, result) = plane.stride, work.sides
-        flipped, cut = work.direction == "fwd", _Cut.of(work, plane, tile)
-        args = DepthwisePairsArgs()
-        args.x_stride[:] = [stride // 8 for stride in plane.strides(source)]
-        args.y_stride[:] = [stride // 8 for stride in plane.strides(result)]
-        args.w_stride[:] = plane.weight_strides(work.w)
-        args.batch, args.channels, args.flipped = plane.batch, work.groups, flipped
-        args.x_size[:] = plane.input if flipped else plane.output
-        args.y_size[:], args.pad[:] = _result(work, plane)
-        args.kernel[:], args.dilation[:] = plane.reach, plane.dilation
-        args.by_dilation = divider(plane.dilation[1])
-        _, *steps = args.w_stride
-        if flipped:
-            args.w_first = sum(s * (k - 1) for s, k in zip(steps, plane.kernel, strict=True))
-        args.w_step[:] = [-step if flipped else step for step in steps]
-        args.left, args.first_tap, reads = _columns(plane.reach[1], stride, args.pad[1])
-        args.read = reads + 4 // stride
-        args.base, args.rows, args.tiles, args.strips = cut.base, cut.rows, cut.tiles, cut.strips
-        args.by_rows, args.by_strips = divider(cut.rows), divider(cut.strips)
-        args.by_units = divider(cut.strips + tile.more)
-        args.row_bytes = cut.row_bytes
-        args.alpha, args.activation = work.alpha, ACTIVATIONS[work.activation]
-        args.share = share = share or cut.cost_and_share(device)[1]
-        return Launch(
-            _instance(work.dtype, tile, not work.epilogue_free),
-            (cut.channel_tiles, ceil_div(cut.tiles * cut.rows, share), 1),
-            (tile.threads, 1, 1),
-            pack(args, x=source, w=work.w, y=result, bias=work.bias),
-            cut.shared_bytes,
-        )
-
     def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`."""
         return [
             _instance(dtype, tile, epilogue)
             for tile in self._tiles
@@ -243,6 +197,40 @@ class DepthwisePairs:
                 tile.octets * tile.cost * _Cut.of(work, plane, tile).cost_and_share(device)[0]
             ),
         )
+
+
+def _launch(work: ConvWork, device: CudaDevice, plane: Plane, tile: PairTile) -> Launch:
+    """Return the launch with a tile."""
+    stride, (source, result) = plane.stride, work.sides
+    flipped, cut = work.direction == "fwd", _Cut.of(work, plane, tile)
+    args = DepthwisePairsArgs()
+    args.x_stride[:] = [stride // 8 for stride in plane.strides(source)]
+    args.y_stride[:] = [stride // 8 for stride in plane.strides(result)]
+    args.w_stride[:] = plane.weight_strides(work.w)
+    args.batch, args.channels, args.flipped = plane.batch, work.groups, flipped
+    args.x_size[:] = plane.input if flipped else plane.output
+    args.y_size[:], args.pad[:] = _result(work, plane)
+    args.kernel[:], args.dilation[:] = plane.reach, plane.dilation
+    args.by_dilation = divider(plane.dilation[1])
+    _, *steps = args.w_stride
+    if flipped:
+        args.w_first = sum(s * (k - 1) for s, k in zip(steps, plane.kernel, strict=True))
+    args.w_step[:] = [-step if flipped else step for step in steps]
+    args.left, args.first_tap, reads = _columns(plane.reach[1], stride, args.pad[1])
+    args.read = reads + 4 // stride
+    args.base, args.rows, args.tiles, args.strips = cut.base, cut.rows, cut.tiles, cut.strips
+    args.by_rows, args.by_strips = divider(cut.rows), divider(cut.strips)
+    args.by_units = divider(cut.strips + tile.more)
+    args.row_bytes = cut.row_bytes
+    args.alpha, args.activation = work.alpha, ACTIVATIONS[work.activation]
+    args.share = share = cut.cost_and_share(device)[1]
+    return Launch(
+        _instance(work.dtype, tile, not work.epilogue_free),
+        (cut.channel_tiles, ceil_div(cut.tiles * cut.rows, share), 1),
+        (tile.threads, 1, 1),
+        pack(args, x=source, w=work.w, y=result, bias=work.bias),
+        cut.shared_bytes,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,7 +273,7 @@ class _Cut:
     @property
     def shared_bytes(self) -> int:
         results = self.tile.stride * place_bytes(self.tile, TILE_STRIPS * STRIP_COLUMNS)
-        return self.tile.stages * self.row_bytes + 2 * results
+        return STAGES * self.row_bytes + 2 * results
 
     def cost_and_share(self, device: CudaDevice) -> tuple[float, int]:
         """Return the least cost of all blocks, and the rows of a block's share for it.
@@ -354,16 +342,13 @@ def place_bytes(tile: PairTile, pixels: int, strided: bool = False) -> int:
 
 
 def _instance(dtype: DType, tile: PairTile, epilogue: bool) -> Instance:
-    defines = {
-        "ELEMENT": CUDA_TYPES[dtype],
-        "KERNEL_H": tile.kernel_rows,
-        "STRIDE": tile.stride,
-        "UNITS": tile.units,
-        "OCTETS": tile.octets,
-        "PAIRS": tile.pairs,
-        "STAGES": tile.stages,
-        "BLOCKS": (epilogue and tile.finishing) or tile.blocks,
-    }
-    if epilogue:
-        defines["EPILOGUE"] = 1
-    return Instance.of("depthwise/depthwise_pairs.cu", defines, tile.architectures(epilogue))
+    return Instance.of(
+        "depthwise/depthwise_pairs.cu",
+        tile.architectures(epilogue),
+        ELEMENT=dtype,
+        KERNEL_H=tile.kernel_rows,
+        **macros_of(tile, "stride", "units", "octets", "pairs"),
+        STAGES=STAGES,
+        BLOCKS=(epilogue and tile.finishing) or tile.blocks,
+        EPILOGUE=epilogue or None,
+    )

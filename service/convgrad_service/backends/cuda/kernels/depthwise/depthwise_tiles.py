@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from operator import mul
 from typing import TypeVar
 
 from convgrad.dtypes import DType
+from convgrad_service.backends.cuda.kernels.core.limits import DTYPES, IN_16_BITS
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import ZEROS_BYTES, ceil_div
 from convgrad_service.plans.cuda.works import ConvWork, Operand
 
 __all__ = ["BYTES_S", "DTYPES", "IN_16_BITS", "LinearCost", "Plane", "bytes_of", "channels_of"]
-__all__ += ["chunk_counts", "chunk_rows", "plane_and_tile", "plane_of", "resident_blocks"]
-__all__ += ["spread_of", "strides_of", "turned", "vector_of", "why_not_counted"]
+__all__ += ["chunk_counts", "chunk_rows", "plane_of", "resident_blocks"]
+__all__ += [
+    "spread_of",
+    "strides_of",
+    "turned",
+    "vector_of",
+    "why_not_counted",
+    "why_not_depthwise",
+    "why_not_images",
+]
 
-T = TypeVar("T")
 V = TypeVar("V")
-IN_16_BITS = (DType.FLOAT16, DType.BFLOAT16)
-DTYPES = (*IN_16_BITS, DType.FLOAT32)
 BYTES_S = 4.2e12
 """Memory's bytes per second, for cost models."""
 CHUNK = 8
@@ -61,6 +68,30 @@ class Plane:
         return operand.strides[0] // self.multiplier, operand.strides[4], operand.strides[5]
 
 
+def why_not_depthwise(work: ConvWork, dtypes: Sequence[DType] = DTYPES) -> str | None:
+    """Return why a work has not one input channel per group, channels last, of these types; None
+    if it has."""
+    multiplier = work.out_channels
+    if work.dtype not in dtypes:
+        return f"{work.dtype}"
+    if work.groups == 1 or work.in_channels != 1:
+        return "not one input channel a group"
+    if work.x.strides[1] != 1 or work.y.strides[1] != multiplier:
+        return "the channels are not contiguous"
+    whole = work.direction != "bwd_weight" or work.w.strides[0] == multiplier * work.w.strides[1]
+    if multiplier > 1 and not (work.y.strides[2] == 1 and whole):
+        return "the channels of a group are not contiguous"
+    return None
+
+
+def why_not_images(work: ConvWork, most: int) -> str | None:
+    """Return why offsets in an image are not below ``most`` elements; None if they are."""
+    for operand, size in ((work.x, work.input), (work.y, work.output)):
+        if sum(map(mul, operand.strides[3:], size)) > most:
+            return f"an image of more than {most} elements"
+    return None
+
+
 def plane_of(work: ConvWork, general: bool = False) -> Plane | str:
     """Return the plane of a channels-last work in a 16-bit type and whole chunks of channels.
 
@@ -69,16 +100,10 @@ def plane_of(work: ConvWork, general: bool = False) -> Plane | str:
     ``general`` allows dilation and several output channels per group.
     """
     multiplier, deep = work.out_channels, work.input[0] > 1
-    if work.dtype not in IN_16_BITS:
-        return f"{work.dtype}"
-    if work.groups == 1 or work.in_channels != 1 or (multiplier != 1 and not general):
-        return "not one input and one output channel a group"
-    if work.x.strides[1] != 1 or work.y.strides[1] != multiplier:
-        return "the channels are not contiguous"
-    if multiplier > 1 and (
-        work.y.strides[2] != 1 or work.w.strides[0] != multiplier * work.w.strides[1]
-    ):
-        return "the channels of a group are not contiguous"
+    if (reason := why_not_depthwise(work, IN_16_BITS)) is not None:
+        return reason
+    if multiplier != 1 and not general:
+        return f"{multiplier} output channels a group"
     if work.groups % CHUNK and not (work.x.padded and work.y.padded):
         return f"{work.groups} channels are not a multiple of {CHUNK}"
     if work.dilated and not general:
@@ -112,15 +137,6 @@ def plane_of(work: ConvWork, general: bool = False) -> Plane | str:
         if image >= MOST_IMAGE or image + plane.batch * strides[0] >= MOST_ELEMENTS:
             return f"a tensor of more than {MOST_ELEMENTS} elements, or an image of {MOST_IMAGE}"
     return plane
-
-
-def plane_and_tile(work: ConvWork, tile_of: Callable[[Plane], T | None]) -> tuple[Plane, T]:
-    """Return the plane and the tile of a work that `Family.why_not` does not refuse."""
-    plane = plane_of(work, general=True)
-    tile = None if isinstance(plane, str) else tile_of(plane)
-    if isinstance(plane, str) or tile is None:
-        raise ValueError("no instance")
-    return plane, tile
 
 
 def strides_of(operand: Operand) -> tuple[int, ...]:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
-from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import (
     DTYPES,
     LinearCost,
@@ -28,7 +27,8 @@ from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_args impo
 )
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice
-from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
+from convgrad_service.plans.cuda.families import Solver
+from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div, macros_of
 from convgrad_service.plans.cuda.works import ConvWork
 
 __all__ = ["DepthwiseWeight"]
@@ -96,7 +96,7 @@ TENSOR_CORES_FROM = {3: 45 * 10**6, 5: 20 * 10**6, 7: 5 * 10**6}
 DepthwiseWeightArgs = structure("depthwise/depthwise_weight.cu", "DepthwiseWeightArgs")
 
 
-class DepthwiseWeight:
+class DepthwiseWeight(Solver[ConvWork, WeightTile]):
     """bwd_weight with one channel per group, channels last, of any kernel, in two or three
     dimensions."""
 
@@ -106,8 +106,7 @@ class DepthwiseWeight:
         """Create the family; with ``always``, it also takes work at which others are faster."""
         self._always = always
 
-    def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
-        """See `Family.why_not`."""
+    def solve(self, work: ConvWork, device: CudaDevice) -> WeightTile | str:
         reason = why_not_volume(work)
         if reason is not None:
             return reason
@@ -119,7 +118,7 @@ class DepthwiseWeight:
             return f"strides of {work.stride[1]} and {work.stride[2]}"
         if work.dilation[2] * work.dilation[1] > 1 and work.kernel[1] * work.kernel[2] > 1:
             return "dilated"
-        tile = self.tile(work)
+        tile = _tile(work)
         in_chunks = work.dtype.itemsize == 2 and _piece(work) == PIECES[0]
         if in_chunks and work.stride[2] == work.kernel[0] == 1:
             elements, kernel = elements_of(work), work.kernel[2]
@@ -129,11 +128,10 @@ class DepthwiseWeight:
         columns = ceil_div(work.groups, CHANNELS) * _parts(work, tile)[2]
         if columns > MOST_ALONG:
             return f"{columns} tiles are more than a grid can have"
-        return why_not_counted(columns) or device.why_not_shared(_shared_bytes(work.dtype, tile))
+        reason = why_not_counted(columns)
+        return reason or device.why_not_shared(_shared_bytes(work.dtype, tile)) or tile
 
-    def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
-        """See `Family.launches`."""
-        tile = self.tile(work)
+    def fragment(self, work: ConvWork, device: CudaDevice, tile: WeightTile) -> Fragment:
         shared_bytes, tiles = _shared_bytes(work.dtype, tile), ceil_div(work.groups, CHANNELS)
         *parts, all_parts = _parts(work, tile)
         columns = tiles * all_parts
@@ -169,25 +167,25 @@ class DepthwiseWeight:
         expected = COST.expected_s(work, device, reads, taps)
         return Fragment(self.name, (launch,), partials, expected_s=expected, order=order)
 
-    def tile(self, work: ConvWork) -> WeightTile:
-        """Return the instance for a work."""
-        kernel = next((one for one in KERNELS if one >= max(work.kernel[1:])), KERNELS[-1])
-        small = work.dtype.itemsize == 4 and elements_of(work) < FEW_ELEMENTS
-        tiles = [
-            one
-            for one in TILES[work.dtype.itemsize]
-            if (one.kernel, one.stride) == (kernel, work.stride[2])
-        ]
-        return tiles[-1 if small else 0]
-
     def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`."""
         return [
             _instance(dtype, tile, piece)
             for dtype in DTYPES
             for tile in TILES[dtype.itemsize]
             for piece in PIECES
         ]
+
+
+def _tile(work: ConvWork) -> WeightTile:
+    """Return the instance for a work."""
+    kernel = next((one for one in KERNELS if one >= max(work.kernel[1:])), KERNELS[-1])
+    small = work.dtype.itemsize == 4 and elements_of(work) < FEW_ELEMENTS
+    tiles = [
+        one
+        for one in TILES[work.dtype.itemsize]
+        if (one.kernel, one.stride) == (kernel, work.stride[2])
+    ]
+    return tiles[-1 if small else 0]
 
 
 def _parts(work: ConvWork, tile: WeightTile) -> tuple[int, int, int]:
@@ -218,16 +216,14 @@ def _shared_bytes(dtype: DType, tile: WeightTile) -> int:
 
 
 def _instance(dtype: DType, tile: WeightTile, piece: int) -> Instance:
-    defines = {
-        "ELEMENT": CUDA_TYPES[dtype],
-        "VECTOR": tile.vector,
-        "LANES": CHANNELS // tile.vector,
-        "KERNEL": tile.kernel,
-        "STRIDE": tile.stride,
-        "COLUMNS": tile.columns,
-        "WARPS": WARPS,
-        "STAGES": STAGES[dtype.itemsize],
-        "BLOCKS": tile.blocks,
-        "PIECE": piece,
-    }
-    return Instance.of("depthwise/depthwise_weight.cu", defines)
+    return Instance.of(
+        "depthwise/depthwise_weight.cu",
+        ELEMENT=dtype,
+        VECTOR=tile.vector,
+        LANES=CHANNELS // tile.vector,
+        **macros_of(tile, "kernel", "stride", "columns"),
+        WARPS=WARPS,
+        STAGES=STAGES[dtype.itemsize],
+        BLOCKS=tile.blocks,
+        PIECE=piece,
+    )

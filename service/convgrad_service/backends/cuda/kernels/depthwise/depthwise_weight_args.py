@@ -9,18 +9,18 @@ from typing import Any
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.core.gather_axes import divider
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import (
-    DTYPES,
     Plane,
     channels_of,
     strides_of,
+    why_not_depthwise,
+    why_not_images,
 )
 from convgrad_service.plans.cuda.device import OVERLAPPING, CudaDevice
 from convgrad_service.plans.cuda.program import ZEROS, Workspace
 from convgrad_service.plans.cuda.works import ConvWork, Operand
 
-__all__ = ["CLUSTERED", "MOST_CLUSTER", "buffers_of", "elements_of", "fill_weight"]
-__all__ += ["fill_volume", "fitting_blocks", "is_clustered", "partials_of", "received_bytes"]
-__all__ += ["why_not_volume"]
+__all__ = ["CLUSTERED", "MOST_CLUSTER", "buffers_of", "elements_of", "fill_volume", "fill_weight"]
+__all__ += ["fitting_blocks", "is_clustered", "partials_of", "received_bytes", "why_not_volume"]
 
 # Of an image; offsets are 32-bit, in bytes.
 MOST_ELEMENTS = 2**30
@@ -51,24 +51,11 @@ def fill_weight(args: Any, work: ConvWork, plane: Plane) -> None:
 def why_not_volume(work: ConvWork) -> str | None:
     """Return why a work is not a wgrad of one input channel per group, of channels-last tensors of
     up to three dimensions whose rows of weights are equally far apart; None if it is."""
-    if work.dtype not in DTYPES:
-        return f"{work.dtype}"
-    if work.groups == 1 or work.in_channels != 1:
-        return "not one input channel a group"
-    multiplier = work.out_channels
-    if work.x.strides[1] != 1 or work.y.strides[1] != multiplier:
-        return "the channels are not contiguous"
-    if multiplier > 1 and (
-        work.y.strides[2] != 1 or work.w.strides[0] != multiplier * work.w.strides[1]
-    ):
-        return "the channels of a group are not contiguous"
+    if (reason := why_not_depthwise(work)) is not None:
+        return reason
     if work.kernel[0] > 1 and work.w.strides[3] != work.kernel[1] * work.w.strides[4]:
         return "planes of weights that are not contiguous"
-    for operand, size in ((work.x, work.input), (work.y, work.output)):
-        spans = zip(operand.strides[3:], size, strict=True)
-        if sum(stride * extent for stride, extent in spans) > MOST_ELEMENTS:
-            return f"an image of more than {MOST_ELEMENTS} elements"
-    return None
+    return why_not_images(work, MOST_ELEMENTS)
 
 
 def fill_volume(args: Any, work: ConvWork, vectors: int) -> None:

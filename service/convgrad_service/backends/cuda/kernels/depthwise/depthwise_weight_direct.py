@@ -7,13 +7,11 @@ from dataclasses import dataclass
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
-from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
 from convgrad_service.backends.cuda.kernels.core.gather_axes import divider
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import (
     IN_16_BITS,
     LinearCost,
     Plane,
-    plane_and_tile,
     plane_of,
     why_not_counted,
 )
@@ -25,10 +23,11 @@ from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_args impo
 )
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import HOPPER, CudaDevice
+from convgrad_service.plans.cuda.families import Solver
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
 from convgrad_service.plans.cuda.works import ConvWork
 
-__all__ = ["DIRECT_TILES", "DepthwiseWeightDirect", "DirectLayout", "DirectTile"]
+__all__ = ["DIRECT_TILES", "THREADS", "VECTOR", "DepthwiseWeightDirect", "DirectTile"]
 
 COST = LinearCost(11.6, 0.238, 0.0211, 0.0)
 # Latency of a unit's first rows, in rows.
@@ -37,17 +36,17 @@ MOST_CHUNKS = 64
 MOST_INDEX = 2**31 - 1
 
 
+KERNEL = 3
+# A thread's channels and columns of y; the most threads of a block, one of which fills an SM.
+VECTOR, COLUMNS, THREADS = 2, 4, 512
+
+
 @dataclass(frozen=True, slots=True)
 class DirectTile:
-    """Kernel and stride; a thread's channels and columns of y, and the rows that it prefetches; the
-    most threads of a block, one of which fills an SM."""
+    """The stride, and the rows that a thread prefetches."""
 
-    kernel: int
     stride: int
-    vector: int
-    columns: int
     ahead: int
-    threads: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +63,8 @@ class DirectLayout:
         return ceil_div(self.vectors * self.strips, 32)
 
 
-DIRECT_TILES = (DirectTile(3, 1, 2, 4, 3, 512), DirectTile(3, 2, 2, 4, 4, 512))
+DirectConfig = tuple[Plane, DirectTile, DirectLayout]
+DIRECT_TILES = (DirectTile(1, 3), DirectTile(2, 4))
 # Elements of both tensors, and columns of y by stride, above which it is faster on an H200.
 LEAST_ELEMENTS = 27 * 10**6
 LEAST_COLUMNS = {1: 56, 2: 28}
@@ -78,60 +78,40 @@ DepthwiseWeightDirectArgs = structure(
 )
 
 
-class DepthwiseWeightDirect:
+class DepthwiseWeightDirect(Solver[ConvWork, DirectConfig]):
     """bwd_weight in 16-bit types with one channel per group, channels last."""
 
     name = "depthwise_weight_direct"
 
-    def __init__(
-        self,
-        tiles: tuple[DirectTile, ...] = DIRECT_TILES,
-        layout: DirectLayout | None = None,
-        always: bool = False,
-    ) -> None:
-        self._tiles = tiles
-        self._layout = layout
+    def __init__(self, always: bool = False) -> None:
+        """Create the family; with ``always``, it also takes work at which others are faster."""
         self._always = always
 
-    def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
-        """See `Family.why_not`."""
+    def solve(self, work: ConvWork, device: CudaDevice) -> DirectConfig | str:
         if device.architecture not in HOPPER:
             return f"measured on Hopper alone; this is {device.architecture}"
         plane = plane_of(work)
         if isinstance(plane, str):
             return plane
-        tile = self._tile(plane)
+        tile = _tile(plane)
         if tile is None:
             return f"no instance for kernel {work.kernel} and stride {work.stride}"
         if not self._always:
             reason = _why_slower(work, plane, tile)
             if reason is not None:
                 return reason
-        layout = self._layout or best_layout(work, plane, tile, device)
+        layout = best_layout(work, plane, tile, device)
         if plane.batch * plane.output[1] * MOST_CHUNKS > MOST_INDEX:
             return "more than 2^31 items"
-        reason = why_not_counted(_tiles(work, tile, layout))
+        reason = why_not_counted(_tiles(work, layout))
         if reason is not None:
             return reason
-        return device.why_not_shared(_shared_bytes(tile, layout))
+        return device.why_not_shared(_shared_bytes(layout)) or (plane, tile, layout)
 
-    def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
-        """See `Family.launches`."""
-        plane, tile = plane_and_tile(work, self._tile)
-        layout = self._layout or best_layout(work, plane, tile, device)
-        return self.fragment(work, device, plane, tile, layout)
-
-    def fragment(
-        self,
-        work: ConvWork,
-        device: CudaDevice,
-        plane: Plane,
-        tile: DirectTile,
-        layout: DirectLayout,
-    ) -> Fragment:
-        """Return the launch with a tile and layout."""
-        tiles = _tiles(work, tile, layout)
-        groups = ceil_div(plane.output[1], layout.strips * tile.columns)
+    def fragment(self, work: ConvWork, device: CudaDevice, config: DirectConfig) -> Fragment:
+        plane, tile, layout = config
+        tiles = _tiles(work, layout)
+        groups = ceil_div(plane.output[1], layout.strips * COLUMNS)
         chunks = ceil_div(plane.output[0], layout.rows)
         items = plane.batch * groups * chunks
         resident = max(1, device.multiprocessors // tiles)
@@ -146,31 +126,30 @@ class DepthwiseWeightDirect:
         args.by_vectors = divider(layout.vectors)
         args.by_unit_warps = divider(layout.unit_warps)
         args.by_groups, args.by_chunks = divider(groups), divider(chunks)
-        part = tile.kernel**2 * layout.vectors * tile.vector
+        part = KERNEL**2 * layout.vectors * VECTOR
         partials = partials_of(work, blocks, blocks * tiles * part)
         launch = Launch(
-            _instance(work.dtype, tile, _is_inner(plane, tile, layout.strips * tile.columns)),
+            _instance(work.dtype, tile, _is_inner(plane, tile, layout.strips * COLUMNS)),
             (tiles, blocks, 1),
             (layout.units * layout.unit_warps * 32, 1, 1),
             pack(args, **buffers_of(work, partials)),
-            _shared_bytes(tile, layout),
+            _shared_bytes(layout),
         )
         return Fragment(self.name, (launch,), partials, expected_s=COST.expected_s(work, device))
 
     def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`."""
         return [
             _instance(dtype, tile, inner)
-            for tile in self._tiles
+            for tile in DIRECT_TILES
             for dtype in IN_16_BITS
             for inner in (True, False)
         ]
 
-    def _tile(self, plane: Plane) -> DirectTile | None:
-        for tile in self._tiles:
-            if ((tile.kernel,) * 2, tile.stride) == (plane.kernel, plane.stride):
-                return tile
+
+def _tile(plane: Plane) -> DirectTile | None:
+    if plane.kernel != (KERNEL, KERNEL):
         return None
+    return next((tile for tile in DIRECT_TILES if tile.stride == plane.stride), None)
 
 
 def _why_slower(work: ConvWork, plane: Plane, tile: DirectTile) -> str | None:
@@ -184,7 +163,7 @@ def _why_slower(work: ConvWork, plane: Plane, tile: DirectTile) -> str | None:
     elif tile.stride == 1 and columns / (ceil_div(columns, STRIP_COLUMNS) * STRIP_COLUMNS) < FILLED:
         least = LEAST_RAGGED_COLUMNS
     else:
-        return f"strips of {tile.columns} columns do not end with rows of {columns}, or long pads"
+        return f"strips of {COLUMNS} columns do not end with rows of {columns}, or long pads"
     return f"rows of {columns} columns; others are faster" if columns < least else None
 
 
@@ -192,26 +171,26 @@ def layouts(
     work: ConvWork, plane: Plane, tile: DirectTile, device: CudaDevice
 ) -> Iterator[tuple[int, DirectLayout]]:
     """Yield layouts that fill blocks, each preceded by its cost (rows times warps of a block)."""
-    vectors = work.groups // tile.vector
-    strips = ceil_div(plane.output[1], tile.columns)
-    fewest = max(1, 4 // tile.vector)  # granularity in vectors: partial sums are read by fours
-    for of_tile in range(8, max(8, min(vectors, tile.threads)) + 1, fewest):
+    vectors = work.groups // VECTOR
+    strips = ceil_div(plane.output[1], COLUMNS)
+    fewest = max(1, 4 // VECTOR)  # granularity in vectors: partial sums are read by fours
+    for of_tile in range(8, max(8, min(vectors, THREADS)) + 1, fewest):
         tiles = ceil_div(vectors, of_tile)
         if of_tile > 8 and ceil_div(vectors, of_tile - fewest) == tiles:
             continue  # fewer vectors give as many tiles
-        for side in range(min(strips, tile.threads // of_tile), 0, -1):
+        for side in range(min(strips, THREADS // of_tile), 0, -1):
             groups = ceil_div(strips, side)
             if ceil_div(strips, groups) != side:
                 continue  # a shorter side gives as many groups
             warps = ceil_div(of_tile * side, 32)
-            units = tile.threads // 32 // warps
+            units = THREADS // 32 // warps
             resident = max(1, device.multiprocessors // tiles) * units
             for chunks in range(1, min(plane.output[0], MOST_CHUNKS) + 1):
                 rows = ceil_div(plane.output[0], chunks)
                 if ceil_div(plane.output[0], rows) != chunks:
                     continue
                 rounds = ceil_div(plane.batch * groups * chunks, resident)
-                steps = rounds * ((rows - 1) * tile.stride + tile.kernel + START_ROWS)
+                steps = rounds * ((rows - 1) * tile.stride + KERNEL + START_ROWS)
                 yield steps * units * warps, DirectLayout(of_tile, side, units, rows)
 
 
@@ -223,33 +202,34 @@ def best_layout(work: ConvWork, plane: Plane, tile: DirectTile, device: CudaDevi
 def _is_inner(plane: Plane, tile: DirectTile, columns: int) -> bool:
     """Return whether units of ``columns`` divide rows of y, with padding of at most half a
     kernel."""
-    half = (tile.kernel - 1) // 2
+    half = (KERNEL - 1) // 2
     reach = (plane.output[1] - 1) * plane.stride + plane.kernel[1]
     after = reach - plane.pad[1] - plane.input[1]
-    whole = plane.output[1] % columns == 0 and columns % tile.columns == 0
+    whole = plane.output[1] % columns == 0 and columns % COLUMNS == 0
     return whole and max(plane.pad[1], after) <= half
 
 
-def _tiles(work: ConvWork, tile: DirectTile, layout: DirectLayout) -> int:
+def _tiles(work: ConvWork, layout: DirectLayout) -> int:
     """Return the number of tiles of channels."""
-    return ceil_div(work.groups, layout.vectors * tile.vector)
+    return ceil_div(work.groups, layout.vectors * VECTOR)
 
 
-def _shared_bytes(tile: DirectTile, layout: DirectLayout) -> int:
+def _shared_bytes(layout: DirectLayout) -> int:
     """Return the bytes of the threads' accumulators."""
     threads = layout.units * layout.unit_warps * 32
-    return tile.kernel**2 * tile.vector * threads * 4
+    return KERNEL**2 * VECTOR * threads * 4
 
 
 def _instance(dtype: DType, tile: DirectTile, inner: bool) -> Instance:
-    defines = {
-        "ELEMENT": CUDA_TYPES[dtype],
-        "KERNEL": tile.kernel,
-        "STRIDE": tile.stride,
-        "VECTOR": tile.vector,
-        "COLUMNS": tile.columns,
-        "AHEAD": tile.ahead,
-        "INNER": int(inner),
-        "THREADS": tile.threads,
-    }
-    return Instance.of("depthwise/depthwise_weight_direct.cu", defines, HOPPER)
+    return Instance.of(
+        "depthwise/depthwise_weight_direct.cu",
+        HOPPER,
+        ELEMENT=dtype,
+        KERNEL=KERNEL,
+        STRIDE=tile.stride,
+        VECTOR=VECTOR,
+        COLUMNS=COLUMNS,
+        AHEAD=tile.ahead,
+        INNER=inner,
+        THREADS=THREADS,
+    )

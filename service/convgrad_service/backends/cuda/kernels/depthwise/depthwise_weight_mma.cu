@@ -191,6 +191,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
       turn_x.turn(from, to);
       if (STRIDE == 1 || (group * ROWS + i) % STRIDE == 0) turn_y.turn(from + stage_x, to + row_x);
     };
+    cp_async_wait<0>();  // copies of rows that the previous item skipped
     __syncthreads();  // the previous item is no longer read
 #pragma unroll
     for (int stages = 0; stages < STAGES; ++stages) fetch(stages);

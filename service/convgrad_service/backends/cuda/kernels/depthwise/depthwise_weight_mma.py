@@ -8,7 +8,6 @@ from math import prod
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
-from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_strips import (
     STRIP_COLUMNS,
     TILE_STRIPS,
@@ -24,7 +23,6 @@ from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import (
     LinearCost,
     Plane,
     chunk_rows,
-    plane_and_tile,
     plane_of,
     resident_blocks,
     why_not_counted,
@@ -36,10 +34,11 @@ from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_args impo
 )
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice
+from convgrad_service.plans.cuda.families import Solver
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
 from convgrad_service.plans.cuda.works import ConvWork
 
-__all__ = ["WEIGHT_MMA_TILES", "DepthwiseWeightMma", "WeightMmaTile"]
+__all__ = ["DepthwiseWeightMma"]
 
 # With stride 2, it was never the fastest.
 COST, STRIDED_COST = LinearCost(7.75, 0.268, 0.0209, 1.26), LinearCost(8.94, 0.226, 0.141, 0.904)
@@ -51,47 +50,31 @@ MOST_PARTS = 16
 FLUSH = 32
 
 
+# Warps of a block, and channels of a warp.
+WARPS, OWN = 8, 2
+CHANNELS = WARPS * OWN
+"""Channels of a block."""
+# Rows between barriers, pipeline stages of that many rows, and blocks per SM.
+ROWS, STAGES, BLOCKS = 1, 4, 2
+# Fixed cost of an item, in rows.
+START_ROWS = 4
+
+
 @dataclass(frozen=True, slots=True)
 class WeightMmaTile:
-    """A tile shape.
-
-    Attributes
-    ----------
-    kernel_rows
-        The most rows of a part of the kernel.
-    warps, own
-        Warps of a block, and channels of a warp.
-    rows, stages
-        Rows between barriers, and pipeline stages of that many rows.
-    late
-        Whether the copies of a step are issued after its computation.
-    blocks
-        Blocks per SM.
-    start
-        Fixed cost of an item, in rows.
-    """
+    """The most rows of a part of the kernel, the stride, and whether the copies of a step are
+    issued after its computation."""
 
     kernel_rows: int
     stride: int
-    warps: int = 8
-    rows: int = 1
-    late: bool = True
-    stages: int = 4
-    blocks: int = 2
-    own: int = 2
-    start: int = 4
-
-    @property
-    def channels(self) -> int:
-        """Channels of a block."""
-        return self.warps * self.own
+    late: bool
 
 
-# By stride and kernel rows; larger kernels are divided into parts.
-WEIGHT_MMA_TILES = (
+# Larger kernels are divided into parts.
+TILES = (
     WeightMmaTile(3, 1, late=False),
     WeightMmaTile(5, 1, late=False),
-    WeightMmaTile(7, 1),
+    WeightMmaTile(7, 1, late=True),
     WeightMmaTile(3, 2, late=False),
 )
 
@@ -99,16 +82,12 @@ WEIGHT_MMA_TILES = (
 DepthwiseWeightMmaArgs = structure("depthwise/depthwise_weight_mma.cu", "DepthwiseWeightMmaArgs")
 
 
-class DepthwiseWeightMma:
+class DepthwiseWeightMma(Solver[ConvWork, tuple[Plane, WeightMmaTile]]):
     """bwd_weight in 16-bit types with one channel per group, channels last."""
 
     name = "depthwise_weight_mma"
 
-    def __init__(self, tiles: tuple[WeightMmaTile, ...] = WEIGHT_MMA_TILES) -> None:
-        self._tiles = tiles
-
-    def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
-        """See `Family.why_not`."""
+    def solve(self, work: ConvWork, device: CudaDevice) -> tuple[Plane, WeightMmaTile] | str:
         plane = plane_of(work, general=True)
         if isinstance(plane, str):
             return plane
@@ -121,35 +100,24 @@ class DepthwiseWeightMma:
         reason = why_not_counted(_columns(work, plane, tile))
         if reason is not None:
             return reason
-        return device.why_not_shared(_shared_bytes(tile, _strips(plane).slots))
-
-    def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
-        """See `Family.launches`."""
-        plane, tile = plane_and_tile(work, self._tile)
-        return self.fragment(work, device, plane, tile)
+        reason = device.why_not_shared(_shared_bytes(tile, _strips(plane).slots))
+        return reason or (plane, tile)
 
     def fragment(
-        self,
-        work: ConvWork,
-        device: CudaDevice,
-        plane: Plane,
-        tile: WeightMmaTile,
-        chunk: int | None = None,
+        self, work: ConvWork, device: CudaDevice, config: tuple[Plane, WeightMmaTile]
     ) -> Fragment:
-        """Return the launch with a tile and ``chunk`` rows."""
+        plane, tile = config
         strips = _strips(plane)
-        channels = tile.channels
-        channel_tiles = ceil_div(work.groups * work.out_channels, channels)
+        channel_tiles = ceil_div(work.groups * work.out_channels, CHANNELS)
         shared_bytes = _shared_bytes(tile, strips.slots)
         # Parts of the kernel, of about equal size.
         down, across = _parts(plane, tile)
         part = ceil_div(plane.reach[0], down), ceil_div(plane.reach[1], across)
         columns = _columns(work, plane, tile)
-        held, architectures = variant(tile.kernel_rows, tile.blocks, device)
+        held, architectures = variant(tile.kernel_rows, BLOCKS, device)
         resident = max(1, resident_blocks(device, shared_bytes, held) // columns)
-        if chunk is None:
-            reach = ceil_div(tile.kernel_rows, plane.stride) - 1
-            chunk = chunk_rows(plane.output[0], reach, strips.tiles, resident, tile.start)
+        reach = ceil_div(tile.kernel_rows, plane.stride) - 1
+        chunk = chunk_rows(plane.output[0], reach, strips.tiles, resident, START_ROWS)
         chunks = ceil_div(plane.output[0], chunk)
         # As many blocks as are resident; items per block differ by at most one.
         items = strips.tiles * chunks
@@ -164,11 +132,11 @@ class DepthwiseWeightMma:
         args.tiling = StripTiling(
             strips.count, strips.units, strips.slots, strips.tiles, chunks, chunk, channel_tiles
         )
-        partials = partials_of(work, blocks, blocks * columns * part[0] * part[1] * channels)
+        partials = partials_of(work, blocks, blocks * columns * part[0] * part[1] * CHANNELS)
         launch = Launch(
             _instance(work.dtype, tile, held, architectures),
             (blocks * columns, 1, 1),
-            (tile.warps * 32, 1, 1),
+            (WARPS * 32, 1, 1),
             pack(args, **buffers_of(work, partials)),
             shared_bytes,
         )
@@ -176,17 +144,16 @@ class DepthwiseWeightMma:
         return Fragment(self.name, (launch,), partials, expected_s=cost.expected_s(work, device))
 
     def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`."""
         return [
             _instance(dtype, tile, held, architectures)
-            for tile in self._tiles
+            for tile in TILES
             for dtype in IN_16_BITS
-            for held, architectures in variants(tile.kernel_rows, tile.blocks)
+            for held, architectures in variants(tile.kernel_rows, BLOCKS)
         ]
 
     def _tile(self, plane: Plane) -> WeightMmaTile | None:
         """Return the first tile that fits the kernel's rows, else the one with the most rows."""
-        tiles = [tile for tile in self._tiles if tile.stride == plane.stride]
+        tiles = [tile for tile in TILES if tile.stride == plane.stride]
         for tile in tiles:
             if plane.reach[0] <= tile.kernel_rows:
                 return tile
@@ -201,7 +168,7 @@ def _parts(plane: Plane, tile: WeightMmaTile) -> tuple[int, int]:
 
 def _columns(work: ConvWork, plane: Plane, tile: WeightMmaTile) -> int:
     """Return the number of columns of blocks; blocks of a column reduce to the same results."""
-    channel_tiles = ceil_div(work.groups * work.out_channels, tile.channels)
+    channel_tiles = ceil_div(work.groups * work.out_channels, CHANNELS)
     return channel_tiles * prod(_parts(plane, tile))
 
 
@@ -212,29 +179,26 @@ def _strips(plane: Plane) -> Strips:
 
 
 def _shared_bytes(tile: WeightMmaTile, slots: int) -> int:
-    channels = tile.channels
-    rows = plane_bytes(slots, channels) + plane_bytes(TILE_STRIPS, channels)
-    lines = line_bytes(slots, channels) + line_bytes(TILE_STRIPS, channels)
-    sums = channels * tile.kernel_rows * tile.stride * 2 * 32 * 4
-    return tile.rows * (tile.stages * rows + 2 * lines) + sums
+    rows = plane_bytes(slots, CHANNELS) + plane_bytes(TILE_STRIPS, CHANNELS)
+    lines = line_bytes(slots, CHANNELS) + line_bytes(TILE_STRIPS, CHANNELS)
+    sums = CHANNELS * tile.kernel_rows * tile.stride * 2 * 32 * 4
+    return ROWS * (STAGES * rows + 2 * lines) + sums
 
 
 def _instance(
-    dtype: DType,
-    tile: WeightMmaTile,
-    blocks: int,
-    architectures: tuple[str, ...],
+    dtype: DType, tile: WeightMmaTile, blocks: int, architectures: tuple[str, ...]
 ) -> Instance:
-    defines = {
-        "ELEMENT": CUDA_TYPES[dtype],
-        "KERNEL_H": tile.kernel_rows,
-        "STRIDE": tile.stride,
-        "WARPS": tile.warps,
-        "CHANNELS": tile.own,
-        "ROWS": tile.rows,
-        "LATE": int(tile.late),
-        "STAGES": tile.stages,
-        "BLOCKS": blocks,
-        "FLUSH": FLUSH,
-    }
-    return Instance.of("depthwise/depthwise_weight_mma.cu", defines, architectures)
+    return Instance.of(
+        "depthwise/depthwise_weight_mma.cu",
+        architectures,
+        ELEMENT=dtype,
+        KERNEL_H=tile.kernel_rows,
+        STRIDE=tile.stride,
+        WARPS=WARPS,
+        CHANNELS=OWN,
+        ROWS=ROWS,
+        LATE=tile.late,
+        STAGES=STAGES,
+        BLOCKS=blocks,
+        FLUSH=FLUSH,
+    )

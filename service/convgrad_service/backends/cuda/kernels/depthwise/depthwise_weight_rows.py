@@ -9,7 +9,6 @@ from math import prod
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
-from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
 from convgrad_service.backends.cuda.kernels.core.gather_axes import divider
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import (
     BYTES_S,
@@ -33,7 +32,8 @@ from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_args impo
 )
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice
-from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
+from convgrad_service.plans.cuda.families import Solver
+from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div, macros_of
 from convgrad_service.plans.cuda.works import ConvWork
 
 __all__ = ["DepthwiseWeightRows", "RowsLayout", "RowsTile", "layouts_of"]
@@ -91,7 +91,7 @@ class RowsLayout:
 DepthwiseWeightRowsArgs = structure("depthwise/depthwise_weight_rows.cu", "DepthwiseWeightRowsArgs")
 
 
-class DepthwiseWeightRows:
+class DepthwiseWeightRows(Solver[ConvWork, RowsLayout]):
     """bwd_weight with one input channel per group, channels last, of any number of channels and
     kernel, padding and dilation, in one to three dimensions."""
 
@@ -100,8 +100,7 @@ class DepthwiseWeightRows:
     def __init__(self, layout: RowsLayout | None = None) -> None:
         self._layout = layout
 
-    def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
-        """See `Family.why_not`."""
+    def solve(self, work: ConvWork, device: CudaDevice) -> RowsLayout | str:
         work = turned(work)
         reason = why_not_volume(work)
         if reason is not None:
@@ -110,25 +109,15 @@ class DepthwiseWeightRows:
             return f"a stride of {work.stride[2]} along W"
         if work.pixels + 4 * THREADS > MOST_INDEX:
             return "more than 2^31 items"
-        layout = self.layout(work, device)
+        layout = self._layout or _best(work, device)
         channel_tiles, tap_sets = _grid(work, layout)
         if max(channel_tiles, tap_sets) > MOST_ALONG:
             return f"{channel_tiles} by {tap_sets} tiles are more than a grid can have"
         reason = why_not_counted(channel_tiles * tap_sets)
-        return reason or device.why_not_shared(layout.shared_bytes)
-
-    def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
-        """See `Family.launches`."""
-        work = turned(work)
-        return self.fragment(work, device, self.layout(work, device))
-
-    def layout(self, work: ConvWork, device: CudaDevice) -> RowsLayout:
-        """Return the layout with the least predicted time."""
-        return self._layout or _best(work, device)
+        return reason or device.why_not_shared(layout.shared_bytes) or layout
 
     def fragment(self, work: ConvWork, device: CudaDevice, layout: RowsLayout) -> Fragment:
-        """Return the launch with a layout."""
-        tile, blocks = layout.tile, layout.blocks
+        work, tile, blocks = turned(work), layout.tile, layout.blocks
         channel_tiles, tap_sets = _grid(work, layout)
         planes, rows, _ = work.output
         args = DepthwiseWeightRowsArgs()
@@ -163,7 +152,6 @@ class DepthwiseWeightRows:
         return Fragment(self.name, (launch,), partials, expected_s=expected, order=order)
 
     def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`."""
         return [
             _instance(dtype, RowsTile(kernel, stride, columns, vector))
             for kernel in (*KERNELS, LONG)
@@ -263,13 +251,10 @@ def expected_s(work: ConvWork, device: CudaDevice, layout: RowsLayout) -> float:
 
 
 def _instance(dtype: DType, tile: RowsTile) -> Instance:
-    defines = {
-        "ELEMENT": CUDA_TYPES[dtype],
-        "KERNEL": tile.kernel,
-        "STRIDE": tile.stride,
-        "COLUMNS": tile.columns,
-        "VECTOR": tile.vector,
-        "THREADS": THREADS,
-        "BLOCKS": BLOCKS,
-    }
-    return Instance.of("depthwise/depthwise_weight_rows.cu", defines)
+    return Instance.of(
+        "depthwise/depthwise_weight_rows.cu",
+        ELEMENT=dtype,
+        **macros_of(tile, "kernel", "stride", "columns", "vector"),
+        THREADS=THREADS,
+        BLOCKS=BLOCKS,
+    )

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from convgrad_service.backends.cuda.arguments import Packed, pack
+from convgrad_service.backends.cuda.arguments import Packed, fill, pack
 from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.works import ConvWork
 
-__all__ = ["GatherArgs", "gather_args"]
+__all__ = ["gather_args"]
 
 
 GatherArgs = structure("fallback/gather_args.cuh", "GatherArgs")
@@ -26,20 +26,11 @@ def gather_args(work: ConvWork, lanes: int, phases: Sequence[int]) -> Packed:
     group, k, c, *kernel = work.w.strides
     # The result's channels come first: K forward, C backward.
     args.w_stride[:] = (group, c, k, *kernel) if backward else (group, k, c, *kernel)
-    args.alpha, args.beta = work.alpha, work.beta
     args.batch, args.groups = work.batch, work.groups
     args.in_channels, args.out_channels = work.channels
     args.x_size[:], args.y_size[:] = work.sizes
-    for name in ("kernel", "stride", "dilation", "pad"):
-        getattr(args, name)[:] = getattr(work, name)
+    fill(args, work, "alpha", "beta", "kernel", "stride", "dilation", "pad")
     args.phases[:] = phases
     args.backward, args.activation = backward, ACTIVATIONS[work.activation]
     args.lanes = lanes
-    return pack(
-        args,
-        x=source,
-        w=work.w,
-        y=result,
-        accumulate=work.accumulate,
-        bias=work.bias,
-    )
+    return pack(args, x=source, w=work.w, y=result, accumulate=work.accumulate, bias=work.bias)

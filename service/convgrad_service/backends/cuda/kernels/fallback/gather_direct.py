@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from math import prod
 
 from convgrad.dtypes import FLOATING, DType
-from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES, MAX_BLOCKS, linear_grid
+from convgrad_service.backends.cuda.kernels.core.elements import MAX_BLOCKS, linear_grid
 from convgrad_service.backends.cuda.kernels.fallback.gather_args import gather_args
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
@@ -25,13 +25,11 @@ class GatherDirect:
     name = "gather_direct"
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
-        """See `Family.why_not`."""
         if linear_grid(_threads(work), BLOCK)[0] > MAX_BLOCKS:
             return f"{_threads(work)} threads are more than one grid holds"
         return None
 
     def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
-        """See `Family.launches`."""
         instance = _instance(work.dtype, _channels(work))
         lanes = int(work.result.channels_last)
         launch = Launch(
@@ -43,13 +41,11 @@ class GatherDirect:
         return Fragment(f"{self.name}_{work.direction}", (launch,))
 
     def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`."""
         return [_instance(dtype, channels) for dtype in FLOATING for channels in CHANNELS]
 
 
 def _instance(dtype: DType, channels: int) -> Instance:
-    defines = ("ELEMENT", CUDA_TYPES[dtype]), ("CHANNELS", str(channels))
-    return Instance("fallback/gather_direct.cu", "gather_direct", defines)
+    return Instance.of("fallback/gather_direct.cu", ELEMENT=dtype, CHANNELS=channels)
 
 
 def _channels(work: ConvWork) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from math import prod
 
 from convgrad.dtypes import FLOATING, DType
-from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES, MAX_BLOCKS
+from convgrad_service.backends.cuda.kernels.core.elements import MAX_BLOCKS
 from convgrad_service.backends.cuda.kernels.fallback.gather_args import gather_args
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
@@ -44,19 +44,17 @@ class GatherTile:
         return None
 
     def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
-        """See `Family.launches`."""
         lanes = int(work.sides[0].channels_last)
         arguments = gather_args(work, lanes, _phases(work))
         launch = Launch(_instance(work.dtype), (_grid(work), 1, 1), (BLOCK, 1, 1), arguments)
         return Fragment(f"{self.name}_{work.direction}", (launch,))
 
     def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`."""
         return [_instance(dtype) for dtype in FLOATING]
 
 
 def _instance(dtype: DType) -> Instance:
-    return Instance("fallback/gather_tile.cu", "gather_tile", (("ELEMENT", CUDA_TYPES[dtype]),))
+    return Instance.of("fallback/gather_tile.cu", ELEMENT=dtype)
 
 
 def _phases(work: ConvWork) -> tuple[int, int, int]:

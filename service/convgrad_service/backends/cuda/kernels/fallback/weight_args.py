@@ -8,16 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from convgrad.dtypes import FLOATING, DType
-from convgrad_service.backends.cuda.arguments import Packed, pack
-from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES, MAX_BLOCKS
+from convgrad_service.backends.cuda.arguments import Packed, fill, pack
+from convgrad_service.backends.cuda.kernels.core.elements import MAX_BLOCKS
 from convgrad_service.backends.cuda.kernels.core.split_sum import split_sum, split_sum_instances
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice, sum_dtype
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, Workspace, ceil_div
 from convgrad_service.plans.cuda.works import ConvWork, Operand
 
-__all__ = ["Split", "WeightArgs", "WeightFallback", "fill_wgrad", "finish_split", "split_pixels"]
-__all__ += ["weight_args"]
+__all__ = ["WeightFallback", "fill_wgrad"]
 
 BLOCK = 256
 # Least pixels of a split, so that summing them outweighs adding the partial sums.
@@ -70,12 +69,9 @@ def _partial_bytes(work: ConvWork) -> int:
 def fill_wgrad(args: Any, work: ConvWork, x: Operand, y: Operand) -> None:
     """Fill in the kernel parameters of any wgrad that reads ``x`` and ``y``."""
     args.x_stride[:], args.y_stride[:], args.w_stride[:] = x.strides, y.strides, work.w.strides
-    args.alpha, args.beta = work.alpha, work.beta
-    for name in ("batch", "groups", "in_channels", "out_channels"):
-        setattr(args, name, getattr(work, name))
+    fill(args, work, "alpha", "beta", "batch", "groups", "in_channels", "out_channels")
     args.x_size[:], args.y_size[:] = work.input, work.output
-    for name in ("kernel", "stride", "dilation", "pad"):
-        getattr(args, name)[:] = getattr(work, name)
+    fill(args, work, "kernel", "stride", "dilation", "pad")
 
 
 def weight_args(work: ConvWork, split: Split) -> Packed:
@@ -124,7 +120,6 @@ class WeightFallback(ABC):
         """Return the blocks of one split."""
 
     def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
-        """See `Family.launches`."""
         blocks = self.blocks(work)
         split = split_pixels(work, blocks, device)
         launch = Launch(
@@ -137,12 +132,10 @@ class WeightFallback(ABC):
         return Fragment(f"{self.name}/{split.count}", (launch, *after), workspace)
 
     def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`."""
         return [*(self._instance(*pair) for pair in DTYPE_PAIRS), *split_sum_instances()]
 
     def _instance(self, dtype: DType, result: DType) -> Instance:
-        defines = {"ELEMENT": CUDA_TYPES[dtype], "RESULT": CUDA_TYPES[result]}
-        return Instance.of(f"fallback/{self.name}.cu", defines)
+        return Instance.of(f"fallback/{self.name}.cu", ELEMENT=dtype, RESULT=result)
 
 
 def _partials(work: ConvWork) -> str:

@@ -19,11 +19,9 @@ class WeightDirect(WeightFallback):
     name = "weight_direct"
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
-        """See `Family.why_not`."""
         if self.blocks(work) > MAX_BLOCKS:
             return f"{self.blocks(work)} blocks are more than one grid holds"
         return None
 
     def blocks(self, work: ConvWork) -> int:
-        """See `WeightFallback.blocks`."""
         return ceil_div(work.groups * work.out_channels * work.in_channels, LANES) * work.taps

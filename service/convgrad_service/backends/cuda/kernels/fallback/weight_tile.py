@@ -33,6 +33,5 @@ class WeightTile(WeightFallback):
         return None
 
     def blocks(self, work: ConvWork) -> int:
-        """See `WeightFallback.blocks`."""
         tiles = ceil_div(work.in_channels, TILE) * ceil_div(work.out_channels, TILE)
         return work.groups * work.taps * tiles

@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from math import prod
 
 from convgrad.dtypes import DType
-from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS, CUDA_TYPES
+from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS
 from convgrad_service.backends.cuda.kernels.core.gather_axes import divider
+from convgrad_service.backends.cuda.kernels.core.limits import IN_16_BITS
 from convgrad_service.backends.cuda.kernels.core.tensor_maps import TiledMap, pack_maps
 from convgrad_service.backends.cuda.kernels.fused.hopper_separable_tiles import (
     TILES,
@@ -16,22 +17,14 @@ from convgrad_service.backends.cuda.kernels.fused.hopper_separable_tiles import 
     expected_s,
     schedules,
 )
-from convgrad_service.backends.cuda.kernels.layout.channels_last import (
-    in_whole_chunks,
-)
+from convgrad_service.backends.cuda.kernels.layout.channels_last import in_whole_chunks
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import HOPPER, CudaDevice
-from convgrad_service.plans.cuda.program import (
-    Fragment,
-    Instance,
-    Launch,
-    ceil_div,
-)
+from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
 from convgrad_service.plans.cuda.works import ConvWork, FusedWork, Operand
 
 __all__ = ["HopperSeparable"]
 
-DTYPES = (DType.FLOAT16, DType.BFLOAT16)
 
 MAX_ITEMS, MAX_EXTENT = 2**31 - 2**16, 2**28
 # Measured on an H200: from 512 to 512 channels at 14 x 14, the fused launch takes as long as two
@@ -65,7 +58,7 @@ class HopperSeparable:
         first, second = work.first, work.second
         if device.architecture not in HOPPER:
             return f"{device.name} has no wgmma"
-        if first.dtype not in DTYPES:
+        if first.dtype not in IN_16_BITS:
             return f"{first.dtype} is not a 16-bit type"
         if not is_pointwise(second):
             return "the second convolution is not 1x1 of one group"
@@ -119,14 +112,8 @@ class HopperSeparable:
         args.by_slices = divider(args.slices)
         args.by_across, args.by_down = divider(args.tiles_across), divider(args.tiles_down)
         maps = {
-            "x_map": (
-                first.x,
-                _boxes(first, tile),
-            ),
-            "w1_map": (
-                second.w,
-                _rows(second.w, first.groups, second.out_channels, tile),
-            ),
+            "x_map": (first.x, _boxes(first, tile)),
+            "w1_map": (second.w, _rows(second.w, first.groups, second.out_channels, tile)),
             "y_map": (second.y, _results(second, tile)),
         }
         launch = Launch(
@@ -140,8 +127,7 @@ class HopperSeparable:
         return Fragment(name, (launch,), expected_s=expected_s(schedule, work, device))
 
     def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`."""
-        return [_instance(tile, dtype) for tile in self._tiles for dtype in DTYPES]
+        return [_instance(tile, dtype) for tile in self._tiles for dtype in IN_16_BITS]
 
 
 def _results(second: ConvWork, tile: SeparableTile) -> TiledMap:
@@ -170,8 +156,7 @@ def _boxes(first: ConvWork, tile: SeparableTile) -> TiledMap:
 
 
 def _instance(tile: SeparableTile, dtype: DType) -> Instance:
-    defines = {"ELEMENT": CUDA_TYPES[dtype], **tile.defines}
-    return Instance.of("fused/hopper_separable.cu", defines, HOPPER)
+    return Instance.of("fused/hopper_separable.cu", HOPPER, ELEMENT=dtype, **tile.defines)
 
 
 def is_pointwise(work: ConvWork) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from convgrad_service.plans.cuda.device import CudaDevice
-from convgrad_service.plans.cuda.program import ceil_div
+from convgrad_service.plans.cuda.program import ceil_div, macros_of
 from convgrad_service.plans.cuda.works import FusedWork
 
 __all__ = ["TILES", "Schedule", "SeparableTile", "expected_s", "schedules"]
@@ -108,17 +108,13 @@ class SeparableTile:
         return self.outputs * self.row_bytes
 
     @property
-    def defines(self) -> dict[str, int]:
+    def defines(self) -> dict[str, object]:
         """Return the preprocessor macros of an instance."""
         consumers, makers, loaders = self.registers
         return {
-            "ROW_BYTES": self.row_bytes,
-            "GROUPS": self.groups,
-            "SHARERS": self.sharers,
-            "PARTS": self.parts,
-            "COLUMNS": self.columns,
-            "STRIDE": self.stride,
-            "IMAGES": self.images,
+            **macros_of(
+                self, "row_bytes", "groups", "sharers", "parts", "columns", "stride", "images"
+            ),
             "TILE_W": self.width,
             "TILE_H": self.height,
             "UNIT_W": self.unit_width,

@@ -22,19 +22,8 @@ from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.program import ceil_div
 from convgrad_service.plans.cuda.works import ConvWork, Operand
 
-__all__ = [
-    "BoxArgs",
-    "BoxStrides",
-    "LatticeAxis",
-    "Size4",
-    "box_args",
-    "box_map",
-    "box_span",
-    "candidate_tiles",
-    "lattice_axis",
-    "why_not_copied",
-    "why_not_pixels",
-]
+__all__ = ["BoxStrides", "LatticeAxis", "Size4", "box_args", "box_map", "candidate_tiles"]
+__all__ += ["lattice_axis", "why_not_copied", "why_not_pixels"]
 
 Size4 = tuple[int, int, int, int]
 MOST_BOX, MOST_STEP = 256, 8

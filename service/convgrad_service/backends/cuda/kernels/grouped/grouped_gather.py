@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import prod
 
 from convgrad.dtypes import DType
-from convgrad_service.backends.cuda.arguments import pack
+from convgrad_service.backends.cuda.arguments import fill, fill_axes, pack
 from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS, MAX_BLOCKS
 from convgrad_service.backends.cuda.kernels.core.gather_axes import MAX_PHASES
 from convgrad_service.backends.cuda.kernels.grouped.grouped_box import (
@@ -28,13 +28,19 @@ from convgrad_service.backends.cuda.kernels.grouped.grouped_merge import (
     why_not_grouped,
     why_not_packed,
 )
-from convgrad_service.backends.cuda.kernels.grouped.grouped_units import Unit, every_unit, unit_of
+from convgrad_service.backends.cuda.kernels.grouped.grouped_units import (
+    BLOCKS,
+    WARPS,
+    Unit,
+    every_unit,
+    unit_of,
+)
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
 from convgrad_service.plans.cuda.works import ConvWork
 
-__all__ = ["Box", "GroupedGather", "Unit", "boxes_of"]
+__all__ = ["Box", "GroupedGather", "boxes_of"]
 
 # Positions of a box; more would reduce occupancy.
 MOST_POSITIONS = 512
@@ -78,14 +84,11 @@ class GroupedGather:
     name = "grouped_gather"
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
-        """See `Family.why_not`."""
         reason = why_not_grouped(work, device) or why_not_packed(work)
         if reason is not None:
             return reason
         if max(work.w.strides[1:]) * work.out_channels > MAX_INDEX:
             return f"the weights of a group lie more than {MAX_INDEX} elements apart"
-        if work.accumulate is not None and work.accumulate.strides != work.result.strides:
-            return "accumulate does not lie as the result does"
         if work.direction == "bwd_data" and max(work.stride) > MAX_PHASES:
             return f"stride {max(work.stride)} makes more than {MAX_PHASES} phases"
         axes = [lattice_axis(work, dim) for dim in range(3)]
@@ -116,7 +119,7 @@ class GroupedGather:
         size = source.dtype.itemsize
         args.x_stride.image = source.strides[0] * size
         args.x_stride.spatial[:] = [stride * size for stride in source.strides[3:]]
-        args.box = box_args(shape.extent, shape.chunks, shape.pitch, unit.warps * 32)
+        args.box = box_args(shape.extent, shape.chunks, shape.pitch, WARPS * 32)
         args.alpha, args.beta = work.alpha, work.beta
         args.batch, args.groups = work.batch, work.groups
         args.x_channels, args.y_channels = work.channels
@@ -126,10 +129,8 @@ class GroupedGather:
         args.activation, args.plain = ACTIVATIONS[work.activation], work.epilogue_free
         args.tile[:] = box.tile
         args.tiles[:] = _tiles(work, axes, box)
-        for name in ("x_step", "x_tap", "lattice"):
-            getattr(args, name)[:] = [getattr(axis, name) for axis in axes]
-        for name in ("x_size", "y_step", "r_step"):
-            getattr(args, name)[:] = [getattr(axis.axis, name) for axis in axes]
+        fill_axes(args, axes, "x_step", "x_tap", "lattice")
+        fill_axes(args, [axis.axis for axis in axes], "x_size", "y_step", "r_step")
         for dim, axis in enumerate(axes):
             args.phases[dim] = len(axis.phases)
             for place, phase in enumerate(axis.phases):
@@ -137,19 +138,26 @@ class GroupedGather:
                     phase.taps, phase.r0, phase.x0, phase.y0, phase.count
                 )
         args.stage_bytes = shape.stage_bytes
-        for name in ("weights_at", "results_at", "sources_at", "digits_at", "steps_at", "rows_at"):
-            setattr(args, name, getattr(shape, name))
+        fill(
+            args,
+            shape,
+            "weights_at",
+            "results_at",
+            "sources_at",
+            "digits_at",
+            "steps_at",
+            "rows_at",
+        )
         launch = Launch(
             _instance(unit, work.dtype, backward, is_exact(work)),
             _grid(work, axes, merge, box, _resident(unit, shape, device), device),
-            (unit.warps * 32, 1, 1),
+            (WARPS * 32, 1, 1),
             pack(args, x=source, w=work.w, y=result, accumulate=work.accumulate, bias=work.bias),
             shape.total_bytes,
         )
         return Fragment(f"{self.name}_{work.direction}", (launch,))
 
     def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`."""
         return [
             _instance(unit, dtype, across, exact)
             for unit, dtype, exact in every_unit()
@@ -198,7 +206,7 @@ class _Shared:
         self.steps_at = self.digits_at + positions * 4
         steps = ceil_div(taps * x_chunks, 2)
         self.rows_at = self.steps_at + steps * 16
-        end = self.rows_at + unit.warps * unit.rows_bytes
+        end = self.rows_at + WARPS * unit.rows_bytes
         # Units also read past the last result channel.
         beyond = self.results_at + unit.columns * 8 * self.w_pitch
         self.total_bytes = max(end, beyond) + PLACE_BYTES
@@ -283,12 +291,12 @@ def _products(axes: list[LatticeAxis], merge: Merge, unit: Unit, box: Box, backw
         * ceil_div(written, 8 * unit.columns)
     )
     steps = ceil_div(prod(axis.taps for axis in axes) * read, 2)
-    return ceil_div(units, unit.warps) * steps * unit.fragments * unit.merges * unit.columns
+    return ceil_div(units, WARPS) * steps * unit.fragments * unit.merges * unit.columns
 
 
 def _resident(unit: Unit, shape: _Shared, device: CudaDevice) -> int:
     """Return the resident blocks per SM."""
-    return max(1, min(unit.blocks, device.fitting_blocks(shape.total_bytes)))
+    return max(1, min(BLOCKS, device.fitting_blocks(shape.total_bytes)))
 
 
 def _tiles(work: ConvWork, axes: list[LatticeAxis], box: Box) -> Size4:
@@ -348,5 +356,4 @@ def _tap_stride(work: ConvWork, axes: list[LatticeAxis]) -> int:
 
 
 def _instance(unit: Unit, dtype: DType, across: bool, exact: bool) -> Instance:
-    defines = unit.defines(dtype, across, exact)
-    return Instance("grouped/grouped_gather.cu", "grouped_gather", defines)
+    return Instance.of("grouped/grouped_gather.cu", **unit.defines(dtype, across, exact))

@@ -6,26 +6,15 @@ from dataclasses import dataclass
 from math import gcd
 
 from convgrad.dtypes import DType
+from convgrad_service.backends.cuda.kernels.core.limits import DTYPES, Requirements
 from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import ceil_div
 from convgrad_service.plans.cuda.works import ConvWork, Operand
 
-__all__ = [
-    "DTYPES",
-    "MAX_CHANNELS",
-    "Merge",
-    "is_exact",
-    "meets_own",
-    "merge_of",
-    "odd_chunks",
-    "slices_of",
-    "why_not_grouped",
-    "why_not_packed",
-    "widest",
-]
+__all__ = ["DTYPES", "Merge", "is_exact", "meets_own", "merge_of", "odd_chunks", "slices_of"]
+__all__ += ["why_not_grouped", "why_not_packed", "widest"]
 
-DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
 MAX_CHANNELS, WIDE_CHANNELS = 64, 128
 """The most channels of a merge on either side."""
 LEAST_BYTES = 64
@@ -120,12 +109,8 @@ def why_not_grouped(work: ConvWork, device: CudaDevice, *, wide: bool = False) -
     Except for sizes that overflow, this depends on channels, kernel, stride and dilation only, so
     that every part of a split problem gets the same kernel.
     """
-    if work.dtype not in DTYPES:
-        return f"sums of {work.dtype} are wider than float32"
-    if device.capability < (8, 0):
-        return f"{device.name} is older than sm_80"
-    if work.groups == 1:
-        return "one group"
+    if (reason := Requirements(grouped=True).why_not(work, device)) is not None:
+        return reason
     merge = merge_of(work)
     most = WIDE_CHANNELS if wide else MAX_CHANNELS
     if max(merge.in_channels, merge.out_channels) > most:

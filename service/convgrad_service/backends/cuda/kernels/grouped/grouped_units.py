@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from convgrad.dtypes import DType
-from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
 from convgrad_service.backends.cuda.kernels.grouped.grouped_box import lattice_axis
 from convgrad_service.backends.cuda.kernels.grouped.grouped_merge import (
     DTYPES,
@@ -17,7 +16,11 @@ from convgrad_service.backends.cuda.kernels.grouped.grouped_merge import (
 from convgrad_service.plans.cuda.program import ceil_div
 from convgrad_service.plans.cuda.works import ConvWork
 
-__all__ = ["EXACT_UNITS", "SMALL", "UNITS", "Unit", "every_unit", "unit_of"]
+__all__ = ["BLOCKS", "WARPS", "Unit", "every_unit", "unit_of"]
+
+
+WARPS, BLOCKS = 8, 2
+"""Warps of a block, and blocks per SM."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,23 +30,21 @@ class Unit:
     fragments: int
     merges: int
     columns: int
-    warps: int
-    blocks: int
     windows: bool = False
     """Whether positions form windows of 4 x 8, which stay in registers for all 3 x 3 taps."""
 
-    def defines(self, dtype: DType, across: bool, exact: bool) -> tuple[tuple[str, str], ...]:
-        return (
-            ("EXACT", str(int(exact))),
-            ("ACROSS", str(int(across))),
-            ("ELEMENT", CUDA_TYPES[dtype]),
-            ("MF", str(self.fragments)),
-            ("PACK", str(self.merges)),
-            ("NF", str(self.columns)),
-            ("WINDOWS", str(int(self.windows))),
-            ("WARPS", str(self.warps)),
-            ("BLOCKS", str(self.blocks)),
-        )
+    def defines(self, dtype: DType, across: bool, exact: bool) -> dict[str, object]:
+        return {
+            "EXACT": exact,
+            "ACROSS": across,
+            "ELEMENT": dtype,
+            "MF": self.fragments,
+            "PACK": self.merges,
+            "NF": self.columns,
+            "WINDOWS": self.windows,
+            "WARPS": WARPS,
+            "BLOCKS": BLOCKS,
+        }
 
     @property
     def rows_bytes(self) -> int:
@@ -51,23 +52,13 @@ class Unit:
         return 16 * (self.merges * self.columns * 8 + 4) * 4
 
 
-UNITS = {
-    1: Unit(4, 2, 1, 8, 2),
-    2: Unit(4, 1, 2, 8, 2),
-    3: Unit(4, 1, 3, 8, 2),
-    4: Unit(4, 1, 4, 8, 2),
-}
+UNITS = {1: Unit(4, 2, 1), 2: Unit(4, 1, 2), 3: Unit(4, 1, 3), 4: Unit(4, 1, 4)}
 """By columns of 8 channels. Those with one column have two merges, so that stores have 32 bytes."""
 
 
-EXACT_UNITS = {
-    1: Unit(4, 1, 1, 8, 2),
-    2: Unit(4, 1, 2, 8, 2),
-    3: Unit(2, 1, 3, 8, 2),
-    4: Unit(2, 1, 4, 8, 2),
-}
+EXACT_UNITS = {1: Unit(4, 1, 1), 2: Unit(4, 1, 2), 3: Unit(2, 1, 3), 4: Unit(2, 1, 4)}
 """The same for exact float32, by FMA."""
-SMALL = Unit(2, 2, 1, 8, 2, windows=True)
+SMALL = Unit(2, 2, 1, windows=True)
 """For 3x3 taps of 8 channels without dilation."""
 
 

@@ -7,15 +7,11 @@ from math import prod
 from typing import Any
 
 from convgrad.dtypes import DType
-from convgrad_service.backends.cuda.arguments import pack
+from convgrad_service.backends.cuda.arguments import fill, pack
 from convgrad_service.backends.cuda.kernels.core.elements import MAX_BLOCKS
 from convgrad_service.backends.cuda.kernels.core.gather_axes import divider
 from convgrad_service.backends.cuda.kernels.core.tensor_maps import TiledMap, pack_maps
-from convgrad_service.backends.cuda.kernels.grouped.grouped_box import (
-    BoxStrides,
-    box_args,
-    box_map,
-)
+from convgrad_service.backends.cuda.kernels.grouped.grouped_box import BoxStrides, box_args, box_map
 from convgrad_service.backends.cuda.kernels.grouped.grouped_merge import (
     DTYPES,
     is_exact,
@@ -80,7 +76,6 @@ class GroupedWeight:
         self._wide, self._copy_engine = wide, copy_engine
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
-        """See `Family.why_not`."""
         if self._wide and work.dtype.itemsize != 2:
             return f"{work.dtype} is not a 16-bit type"
         reason = why_not_grouped(work, device, wide=self._wide)
@@ -135,7 +130,6 @@ class GroupedWeight:
         )
 
     def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`."""
         half = [dtype for dtype in DTYPES if dtype.itemsize == 2]
         return [
             instance
@@ -175,8 +169,7 @@ def _args(parts: Parts, block: Block, share: Share) -> Any:
     ]
     args.stages = share.stages
     args.rows_at, args.sources_at = block.rows_at(share.stages), block.sources_at(share.stages)
-    for name in ("y_at", "stage_bytes", "box_bytes", "x_pitch", "y_pitch"):
-        setattr(args, name, getattr(block, name))
+    fill(args, block, "y_at", "stage_bytes", "box_bytes", "x_pitch", "y_pitch")
     describe_walk(args.walk, work, axes, tile, 2 if share.apart else 0, share.splits)
     args.by_x_merge, args.by_in_channels = divider(merge.in_channels), divider(work.in_channels)
     args.by_kernel[:] = [divider(count) for count in parts.kernel[1:]]
@@ -219,5 +212,6 @@ def _maps(parts: Parts, block: Block, share: Share) -> tuple[TiledMap, TiledMap]
 
 def _instance(item: Item, dtype: DType, exact: bool, engine: bool) -> Instance:
     architectures = HOPPER if engine else ARCHITECTURES
-    defines = item.defines(dtype, exact, engine)
-    return Instance("grouped/grouped_weight.cu", "grouped_weight", defines, architectures)
+    return Instance.of(
+        "grouped/grouped_weight.cu", architectures, **item.defines(dtype, exact, engine)
+    )

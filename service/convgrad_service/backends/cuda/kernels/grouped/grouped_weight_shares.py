@@ -9,7 +9,6 @@ from itertools import product
 from math import prod
 
 from convgrad.dtypes import DType
-from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
 from convgrad_service.backends.cuda.kernels.grouped.grouped_box import (
     MOST_BOX,
     LatticeAxis,
@@ -56,17 +55,17 @@ class Item:
     windows: bool = False
     """Whether pixels form runs of 8 columns whose input rows are loaded once."""
 
-    def defines(self, dtype: DType, exact: bool, engine: bool) -> tuple[tuple[str, str], ...]:
-        return (
-            ("COPY_ENGINE", str(int(engine))),
-            ("EXACT", str(int(exact))),
-            ("ELEMENT", CUDA_TYPES[dtype]),
-            ("FRAGMENTS", str(self.rows)),
-            ("NF", str(self.columns)),
-            ("WARPS", str(self.warps)),
-            ("BLOCKS", str(self.blocks)),
-            ("WINDOWS", str(int(self.windows))),
-        )
+    def defines(self, dtype: DType, exact: bool, engine: bool) -> dict[str, object]:
+        return {
+            "COPY_ENGINE": engine,
+            "EXACT": exact,
+            "ELEMENT": dtype,
+            "FRAGMENTS": self.rows,
+            "NF": self.columns,
+            "WARPS": self.warps,
+            "BLOCKS": self.blocks,
+            "WINDOWS": self.windows,
+        }
 
     @property
     def slab_bytes(self) -> int:
@@ -80,12 +79,7 @@ class Item:
 
 TALL, SHORT = 5, 3
 """Fragments of rows. With 3x3 taps, five hold all rows of 8 channels, or half of 16."""
-ITEMS = (
-    Item(TALL, 1, 8, 2),
-    Item(TALL, 2, 8, 2),
-    Item(TALL, 3, 8, 2),
-    Item(TALL, 4, 8, 1),
-)
+ITEMS = (Item(TALL, 1, 8, 2), Item(TALL, 2, 8, 2), Item(TALL, 3, 8, 2), Item(TALL, 4, 8, 1))
 HALF_ITEMS = (
     *ITEMS,
     Item(TALL, 5, 8, 1),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from convgrad.dtypes import DType
-from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
+from convgrad_service.backends.cuda.kernels.core.limits import IN_16_BITS, Requirements
 from convgrad_service.backends.cuda.kernels.core.tensor_maps import TiledMap, pack_maps
 from convgrad_service.backends.cuda.kernels.grouped.grouped_box import why_not_pixels
 from convgrad_service.backends.cuda.kernels.grouped.hopper_grouped_cuts import (
@@ -32,11 +32,13 @@ from convgrad_service.plans.cuda.works import ConvWork, Operand
 
 __all__ = ["HopperGrouped"]
 
-DTYPES = (DType.FLOAT16, DType.BFLOAT16)
 MAX_EXTENT, MAX_INDEX = 2**24, 2**31 - 1
 
 
 HopperGroupedArgs = structure("grouped/hopper_grouped.cuh", "HopperGroupedArgs")
+
+
+NEEDS = Requirements(IN_16_BITS, hopper=True, grouped=True)
 
 
 class HopperGrouped:
@@ -49,12 +51,12 @@ class HopperGrouped:
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
         """See `Family.why_not`. Splitting along N or H does not change the answer."""
-        if device.architecture not in HOPPER:
-            return f"{device.name} has no copies of tiles"
-        if work.dtype not in DTYPES or work.result_dtype is not work.dtype:
-            return f"{work.dtype} to {work.result_dtype}, not 16 bits on both sides"
+        if (reason := NEEDS.why_not(work, device)) is not None:
+            return reason
+        if work.result_dtype is not work.dtype:
+            return f"a result in {work.result_dtype}"
         channels = work.in_channels, work.out_channels
-        if work.groups == 1 or channels[0] != channels[1] or channels[0] not in TILES:
+        if channels[0] != channels[1] or channels[0] not in TILES:
             return f"{work.groups} groups of {channels[0]} and {channels[1]} channels"
         if work.kernel != (1, 3, 3) or work.output[0] != work.input[0]:
             return f"a kernel of {work.kernel}: rows are kept for 3 taps by 3"
@@ -141,12 +143,11 @@ class HopperGrouped:
         )
 
     def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`."""
         return [
             _instance(
                 dtype, channels, tiles, teams, blocks_of(channels, tiles, teams), backward=backward
             )
-            for dtype in DTYPES
+            for dtype in IN_16_BITS
             for backward in (False, True)
             for channels, some in TILES.items()
             for tiles in some
@@ -175,12 +176,13 @@ def _map(
 def _instance(
     dtype: DType, channels: int, tiles: int, teams: int, blocks: int, *, backward: bool
 ) -> Instance:
-    defines = (
-        ("ELEMENT", CUDA_TYPES[dtype]),
-        ("ACROSS", str(int(backward))),
-        ("CHANNELS", str(channels)),
-        ("TILES", str(tiles)),
-        ("TEAMS", str(teams)),
-        ("BLOCKS", str(blocks)),
+    return Instance.of(
+        "grouped/hopper_grouped.cu",
+        HOPPER,
+        ELEMENT=dtype,
+        ACROSS=backward,
+        CHANNELS=channels,
+        TILES=tiles,
+        TEAMS=teams,
+        BLOCKS=blocks,
     )
-    return Instance("grouped/hopper_grouped.cu", "hopper_grouped", defines, HOPPER)

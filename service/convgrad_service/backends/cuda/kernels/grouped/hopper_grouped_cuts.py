@@ -10,22 +10,8 @@ from convgrad_service.plans.cuda.device import RESERVED_BYTES, CudaDevice
 from convgrad_service.plans.cuda.program import ceil_div
 from convgrad_service.plans.cuda.works import ConvWork
 
-__all__ = [
-    "BARRIER_BYTES",
-    "COPIED",
-    "HALF",
-    "PATTERN_BYTES",
-    "PIXEL_BYTES",
-    "SLICE",
-    "TILES",
-    "Cut",
-    "blocks_of",
-    "cost_of",
-    "cuts_of",
-    "first_of",
-    "grid_of",
-    "sizes_of",
-]
+__all__ = ["BARRIER_BYTES", "COPIED", "HALF", "PATTERN_BYTES", "PIXEL_BYTES", "SLICE", "TILES"]
+__all__ += ["Cut", "blocks_of", "cost_of", "cuts_of", "first_of", "grid_of", "sizes_of"]
 
 SLICE = 64
 """Channels of a block, a 128-byte row in shared memory."""

@@ -8,8 +8,10 @@ from math import prod
 from typing import Any
 
 from convgrad.dtypes import DType
-from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES, MAX_BLOCKS
+from convgrad_service.backends.cuda.arguments import fill
+from convgrad_service.backends.cuda.kernels.core.elements import MAX_BLOCKS
 from convgrad_service.backends.cuda.kernels.core.gather_axes import divider
+from convgrad_service.backends.cuda.kernels.core.limits import IN_16_BITS, Requirements
 from convgrad_service.backends.cuda.kernels.core.tensor_maps import TiledMap, pack_maps
 from convgrad_service.backends.cuda.kernels.grouped.grouped_box import box_map, why_not_pixels
 from convgrad_service.backends.cuda.kernels.grouped.hopper_grouped_taps_boxes import (
@@ -38,13 +40,15 @@ from convgrad_service.plans.cuda.works import ConvWork
 
 __all__ = ["HopperGroupedTaps"]
 
-DTYPES = (DType.FLOAT16, DType.BFLOAT16)
 SMALL_GROUPS = (4, 8, 16)
 MOST_EXTENT, MAX_GRID_YZ = 2**24, 65535
 
 HopperGroupedTapsArgs = structure(
     "grouped/hopper_grouped_taps.cu", "HopperGroupedTapsArgs", anonymous=("result",)
 )
+
+
+NEEDS = Requirements(IN_16_BITS, hopper=True, grouped=True)
 
 
 class HopperGroupedTaps:
@@ -54,13 +58,8 @@ class HopperGroupedTaps:
     name = "hopper_grouped_taps"
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
-        """See `Family.why_not`."""
-        if device.architecture not in HOPPER:
-            return f"{device.name} has no wgmma"
-        if work.dtype not in DTYPES:
-            return f"{work.dtype} is not a 16-bit type"
-        if work.groups == 1:
-            return "one group"
+        if (reason := NEEDS.why_not(work, device)) is not None:
+            return reason
         channels = work.in_channels
         if channels != work.out_channels or (channels % WIDTH and channels not in SMALL_GROUPS):
             return f"{channels} to {work.out_channels} channels a group"
@@ -114,8 +113,7 @@ class HopperGroupedTaps:
         )
 
     def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`."""
-        return [_instance(dtype, *products) for dtype in DTYPES for products in PRODUCTS]
+        return [_instance(dtype, *products) for dtype in IN_16_BITS for products in PRODUCTS]
 
 
 def _args(box: Box, share: Share) -> Any:
@@ -125,8 +123,7 @@ def _args(box: Box, share: Share) -> Any:
     describe_walk(args.walk, work, axes, tile, share.level, share.splits)
     args.by_slices[:], args.slices[:] = [divider(n) for n in parts.slices], parts.slices
     args.stages = share.stages
-    for name in ("stage_bytes", "y_at", "box_bytes", "sub_bytes", "steps"):
-        setattr(args, name, getattr(box, name))
+    fill(args, box, "stage_bytes", "y_at", "box_bytes", "sub_bytes", "steps")
     args.sub_boxes, args.sub_next = parts.sub_boxes, axes[2].lattice
     x_row, y_row = box.x_extent[3] * PIXEL_BYTES, box.y_extent[3] * parts.y_bytes
     x_plane, y_plane = box.x_extent[2] * x_row, box.y_extent[2] * y_row
@@ -135,18 +132,8 @@ def _args(box: Box, share: Share) -> Any:
     at_once = 2 if box.pairs_rows else 1
     args.x_eight, args.y_eight = COLUMNS * PIXEL_BYTES, COLUMNS * parts.y_bytes
     args.y_tap = parts.apart * y_row or parts.y_bytes
-    args.x_step[:] = (
-        box.x_extent[1] * x_plane,
-        d_step,
-        at_once * h_step,
-        eights * args.x_eight,
-    )
-    args.y_step[:] = (
-        box.y_extent[1] * y_plane,
-        y_plane,
-        at_once * y_row,
-        eights * args.y_eight,
-    )
+    args.x_step[:] = (box.x_extent[1] * x_plane, d_step, at_once * h_step, eights * args.x_eight)
+    args.y_step[:] = (box.y_extent[1] * y_plane, y_plane, at_once * y_row, eights * args.y_eight)
     if box.pairs_rows:
         args.x_eight, args.y_eight = h_step, y_row
     args.step_counts[:] = box.step_counts
@@ -193,11 +180,12 @@ def _parts(work: ConvWork, share: Share) -> Parts:
 
 
 def _instance(dtype: DType, pairs: int, rows: int, columns: int) -> Instance:
-    defines = {
-        "ELEMENT": CUDA_TYPES[dtype],
-        "PAIRS": pairs,
-        "ROWS": rows,
-        "NF": columns // 8,
-        "WARPS": WARPS,
-    }
-    return Instance.of("grouped/hopper_grouped_taps.cu", defines, HOPPER)
+    return Instance.of(
+        "grouped/hopper_grouped_taps.cu",
+        HOPPER,
+        ELEMENT=dtype,
+        PAIRS=pairs,
+        ROWS=rows,
+        NF=columns // 8,
+        WARPS=WARPS,
+    )

@@ -26,20 +26,8 @@ from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import ceil_div
 from convgrad_service.plans.cuda.works import ConvWork
 
-__all__ = [
-    "COLUMNS",
-    "ITEMS",
-    "PIXEL_BYTES",
-    "PRODUCTS",
-    "THREADS",
-    "WARPS",
-    "WIDTH",
-    "Box",
-    "Parts",
-    "Share",
-    "expected_s",
-    "shares_of",
-]
+__all__ = ["COLUMNS", "ITEMS", "PIXEL_BYTES", "PRODUCTS", "THREADS", "WARPS", "WIDTH", "Box"]
+__all__ += ["Parts", "Share", "expected_s", "shares_of"]
 
 WIDTH, PIXEL_BYTES = 32, 64
 """Channels of x in a block, and their bytes."""

@@ -8,8 +8,9 @@ from math import prod
 from typing import Any
 
 from convgrad.dtypes import DType
-from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
+from convgrad_service.backends.cuda.arguments import fill
 from convgrad_service.backends.cuda.kernels.core.gather_axes import divider
+from convgrad_service.backends.cuda.kernels.core.limits import IN_16_BITS, Requirements
 from convgrad_service.backends.cuda.kernels.core.tensor_maps import TiledMap, pack_maps
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import why_not_counted
 from convgrad_service.backends.cuda.kernels.grouped.grouped_box import why_not_pixels
@@ -27,7 +28,6 @@ from convgrad_service.plans.cuda.works import ConvWork
 
 __all__ = ["HopperGroupedWeight", "Share", "shares_of"]
 
-DTYPES = (DType.FLOAT16, DType.BFLOAT16)
 KERNEL = (1, 3, 3)
 TAPS = 3
 WIDTH = 32
@@ -68,6 +68,9 @@ class Share:
 HopperGroupedWeightArgs = structure("grouped/hopper_grouped_weight.cu", "HopperGroupedWeightArgs")
 
 
+NEEDS = Requirements(IN_16_BITS, hopper=True, grouped=True)
+
+
 class HopperGroupedWeight:
     """bwd_weight on sm_90a of 3x3 kernels with stride 1 in 16-bit types, channels last, with 4, 8,
     16 or 32 channels per group on both sides."""
@@ -77,12 +80,8 @@ class HopperGroupedWeight:
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
         """See `Family.why_not`. Splitting along N or a spatial dimension does not change the
         answer."""
-        if device.architecture not in HOPPER:
-            return f"{device.name} has no wgmma"
-        if work.dtype not in DTYPES:
-            return f"{work.dtype} is not a 16-bit type"
-        if work.groups == 1:
-            return "one group"
+        if (reason := NEEDS.why_not(work, device)) is not None:
+            return reason
         if work.kernel != KERNEL or max(work.stride) > 1 or max(work.dilation) > 1:
             return "taps other than 3 x 3 without dilation, with stride 1"
         if work.input[0] != 1 or work.output[0] != 1 or work.pad[0] != 0:
@@ -134,8 +133,7 @@ class HopperGroupedWeight:
         )
 
     def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`."""
-        return [_instance(dtype, near) for dtype in DTYPES for near in NEAR]
+        return [_instance(dtype, near) for dtype in IN_16_BITS for near in NEAR]
 
 
 class _Boxes:
@@ -269,8 +267,7 @@ def _args(work: ConvWork, boxes: _Boxes, splits: int, device: CudaDevice) -> Any
     args.x_size[:], args.pad[:] = work.input[1:], work.pad[1:]
     share, args.batch = boxes.share, work.batch
     args.images, args.tile_rows, args.tile_columns = share.images, share.rows, share.columns
-    for name in ("row_tiles", "column_tiles", "y_at", "stage_bytes"):
-        setattr(args, name, getattr(boxes, name))
+    fill(args, boxes, "row_tiles", "column_tiles", "y_at", "stage_bytes")
     args.stages, args.x_gap = boxes.stages(device), boxes.x_gap
     args.x_bytes = prod(boxes.x_extent) * boxes.pixel_bytes
     args.y_bytes = prod(boxes.y_extent) * boxes.pixel_bytes
@@ -307,5 +304,4 @@ def _aligned(size: int) -> int:
 
 
 def _instance(dtype: DType, near: int) -> Instance:
-    defines = {"ELEMENT": CUDA_TYPES[dtype], "NEAR": near}
-    return Instance.of("grouped/hopper_grouped_weight.cu", defines, HOPPER)
+    return Instance.of("grouped/hopper_grouped_weight.cu", HOPPER, ELEMENT=dtype, NEAR=near)

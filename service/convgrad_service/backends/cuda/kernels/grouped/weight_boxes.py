@@ -12,16 +12,8 @@ from convgrad_service.backends.cuda.kernels.grouped.grouped_box import LatticeAx
 from convgrad_service.plans.cuda.program import ZEROS_BYTES, ceil_div
 from convgrad_service.plans.cuda.works import ConvWork
 
-__all__ = [
-    "MOST_SPLITS",
-    "aligned",
-    "best_of",
-    "describe_result",
-    "describe_walk",
-    "splits_of",
-    "tiles_of",
-    "unique_bytes",
-]
+__all__ = ["aligned", "best_of", "describe_result", "describe_walk", "splits_of", "tiles_of"]
+__all__ += ["unique_bytes"]
 
 MOST_SPLITS = 255
 """What the word at which blocks meet can count."""

@@ -8,7 +8,7 @@ convolutions whose pixels are not whole chunks of channels.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 
 from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES, overlapping
 from convgrad_service.plans.cuda.device import CudaDevice
-from convgrad_service.plans.cuda.families import Family, Work, choose
+from convgrad_service.plans.cuda.families import Family, Solver, Work, choose
 from convgrad_service.plans.cuda.program import (
     Fragment,
     Instance,
@@ -25,17 +25,19 @@ from convgrad_service.plans.cuda.program import (
     Workspace,
     ceil_div,
 )
-from convgrad_service.plans.cuda.works import ConvWork, Copy, CopyAxis, FusedWork, Operand, PoolWork, contiguous_strides
+from convgrad_service.plans.cuda.works import (
+    ConvWork,
+    Copy,
+    CopyAxis,
+    FusedWork,
+    Operand,
+    PoolWork,
+    contiguous_strides,
+)
 from convgrad_service.problems.sizes import Size3
 
-__all__ = [
-    "ConvThroughChannelsLast",
-    "FusedThroughChannelsLast",
-    "LastTensor",
-    "LastWork",
-    "PoolThroughChannelsLast",
-    "ThroughChannelsLast",
-]
+__all__ = ["ConvThroughChannelsLast", "FusedThroughChannelsLast", "LastTensor", "LastWork"]
+__all__ += ["PoolThroughChannelsLast", "ThroughChannelsLast"]
 
 W = TypeVar("W", bound=Work)
 CONTIGUOUS = "the channels are contiguous"
@@ -108,7 +110,7 @@ class LastWork(Generic[W]):
     written: str | None
 
 
-class ThroughChannelsLast(ABC, Generic[W]):
+class ThroughChannelsLast(Solver[W, LastWork[W]]):
     """A family of channels-last tensors, ``inner``, between copies.
 
     With ``_overlaps``, copies of the result overlap the end of the kernel before them.
@@ -121,16 +123,11 @@ class ThroughChannelsLast(ABC, Generic[W]):
         self._inner = inner
         self._copies = copies
 
-    def why_not(self, work: W, device: CudaDevice) -> str | None:
-        """See `Family.why_not`."""
+    def solve(self, work: W, device: CudaDevice) -> LastWork[W] | str:
         last = self._last(work)
-        return last if isinstance(last, str) else self._inner.why_not(last.work, device)
+        return last if isinstance(last, str) else self._inner.why_not(last.work, device) or last
 
-    def launches(self, work: W, device: CudaDevice) -> Fragment:
-        """See `Family.launches`."""
-        last = self._last(work)
-        if isinstance(last, str):
-            raise ValueError("work that why_not refuses")
+    def fragment(self, work: W, device: CudaDevice, last: LastWork[W]) -> Fragment:
         inner = self._inner.launches(last.work, device)
         copied = {name: tensor for name, tensor in last.tensors.items() if tensor.copied}
         before: list[Step] = []

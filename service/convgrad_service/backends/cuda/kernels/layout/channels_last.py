@@ -14,17 +14,8 @@ from convgrad_service.plans.cuda.program import Launch, Step, Workspace, ceil_di
 from convgrad_service.plans.cuda.works import ConvWork, Copy, CopyAxis, Operand, contiguous_strides
 from convgrad_service.problems.sizes import Size3
 
-__all__ = [
-    "CHUNK_BYTES",
-    "Prepared",
-    "in_whole_chunks",
-    "overlapping",
-    "padded_width",
-    "prepare_activation",
-    "prepare_rows",
-    "prepare_side",
-    "prepare_weight",
-]
+__all__ = ["CHUNK_BYTES", "Prepared", "in_whole_chunks", "overlapping", "padded_width"]
+__all__ += ["prepare_activation", "prepare_rows", "prepare_side", "prepare_weight"]
 
 CHUNK_BYTES = 16
 
@@ -78,10 +69,15 @@ def prepare_activation(
     size: Size3,
     name: str,
     device: CudaDevice,
+    follows: bool = False,
 ) -> Prepared:
-    """Return (N, D, H, W, G, C/G), with a group's channels zero-padded to whole chunks."""
+    """Return (N, D, H, W, G, C/G), with a group's channels zero-padded to whole chunks.
+
+    ``follows``: the previous launch may write the operand.
+    """
     order = 0, 3, 4, 5, 1, 2
-    return _prepare(operand, (batch, groups, channels, *size), order, name, device)
+    extents = batch, groups, channels, *size
+    return _prepare(operand, extents, order, name, device, follows=follows)
 
 
 def prepare_side(work: ConvWork, name: str, device: CudaDevice) -> Prepared:
@@ -93,7 +89,9 @@ def prepare_side(work: ConvWork, name: str, device: CudaDevice) -> Prepared:
         else (work.x, work.in_channels, work.input)
     )
     copy = f"{work.prefix}{name}_channels_last"
-    return prepare_activation(operand, work.batch, work.groups, channels, size, copy, device)
+    return prepare_activation(
+        operand, work.batch, work.groups, channels, size, copy, device, work.follows
+    )
 
 
 def prepare_weight(
@@ -106,7 +104,7 @@ def prepare_weight(
     order = (0, 2, 3, 4, 5, 1) if out_channels_last else (0, 1, 3, 4, 5, 2)
     extents = work.groups, work.out_channels, work.in_channels, *work.kernel
     name = f"{work.prefix}weight_channels_last"
-    return _prepare(work.w, extents, order, name, device, whole_lines)
+    return _prepare(work.w, extents, order, name, device, whole_lines=whole_lines)
 
 
 def _prepare(
@@ -115,7 +113,9 @@ def _prepare(
     order: tuple[int, ...],
     name: str,
     device: CudaDevice,
+    *,
     whole_lines: bool = False,
+    follows: bool = False,
 ) -> Prepared:
     """Copy an operand to the ``order`` of axes in memory, padding the last axis."""
     last, dtype = order[-1], operand.dtype
@@ -140,7 +140,7 @@ def _prepare(
         # A bound refers to two axes; the outer one here has extent 1.
         axes = [CopyAxis(1, 0, 0), *axes]
         bounds = ((0, 6, channels),)
-    copy = Copy(operand.buffer, name, dtype, tuple(axes), bounds, pads=bool(bounds), follows=False)
+    copy = Copy(operand.buffer, name, dtype, tuple(axes), bounds, bool(bounds), follows)
     target = replace(
         operand,
         buffer=name,

@@ -19,12 +19,7 @@ from convgrad_service.backends.cuda.kernels.layout.channels_first import (
 )
 from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES
 from convgrad_service.plans.cuda.families import Family
-from convgrad_service.plans.cuda.works import (
-    ConvWork,
-    Copy,
-    Operand,
-    contiguous_strides,
-)
+from convgrad_service.plans.cuda.works import ConvWork, Copy, Operand, contiguous_strides
 
 __all__ = ["ResultThroughChannelsLast"]
 

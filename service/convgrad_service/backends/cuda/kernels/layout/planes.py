@@ -12,7 +12,7 @@ from convgrad_service.plans.cuda.program import ceil_div
 from convgrad_service.plans.cuda.works import ConvWork, Operand
 from convgrad_service.problems.sizes import Size3
 
-__all__ = ["PixelRows", "Rows", "flat_planes", "image_rows", "plane_map", "plane_pixels"]
+__all__ = ["PixelRows", "Rows", "flat_planes", "image_rows"]
 
 ROW_BYTES = 128
 
@@ -129,20 +129,3 @@ def plane_pixels(operand: Operand, batch: int, size: Size3) -> int | None:
     if pixels % chunk or channel % chunk or (batch > 1 and image % chunk):
         return None
     return pixels
-
-
-def plane_map(
-    operand: Operand, batch: int, channels: int, pixels: int, box_channels: int
-) -> TiledMap:
-    """Return the tensor map of boxes of 128 bytes by ``box_channels``; float32 becomes TF32."""
-    image, _, channel, *_ = operand.strides
-    itemsize = operand.dtype.itemsize
-    strides = channel, image if batch > 1 else channel
-    return TiledMap(
-        operand.dtype,
-        (pixels, channels, batch),
-        tuple(stride * itemsize for stride in strides),
-        swizzle=ROW_BYTES,
-        round_to_tf32=operand.dtype is DType.FLOAT32,
-        box=(ROW_BYTES // itemsize, box_channels, 1),
-    )

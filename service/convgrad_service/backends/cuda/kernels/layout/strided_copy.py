@@ -31,11 +31,9 @@ class StridedCopy:
     name = "strided_copy"
 
     def why_not(self, work: Copy, device: CudaDevice) -> str | None:
-        """See `Family.why_not`."""
         return None
 
     def launches(self, work: Copy, device: CudaDevice) -> Fragment:
-        """See `Family.launches`."""
         own = list(work.axes) if work.bounds else _joined(work.axes)
         run = CopyAxis(1, 0, 0)
         if own and not work.bounds:
@@ -70,7 +68,6 @@ class StridedCopy:
         return Fragment(self.name, (launch,))
 
     def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`."""
         return [_instance(itemsize) for itemsize in _TYPES]
 
 
@@ -89,4 +86,4 @@ def _joined(axes: Sequence[CopyAxis]) -> list[CopyAxis]:
 
 
 def _instance(itemsize: int) -> Instance:
-    return Instance("layout/strided_copy.cu", "strided_copy", (("ELEMENT", _TYPES[itemsize]),))
+    return Instance.of("layout/strided_copy.cu", ELEMENT=_TYPES[itemsize])

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import gcd, prod
-from typing import Any, cast
+from typing import Any
 
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.core.elements import MAX_BLOCKS, linear_grid
 from convgrad_service.backends.cuda.kernels.core.gather_axes import divider
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice
+from convgrad_service.plans.cuda.families import Solver
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
 from convgrad_service.plans.cuda.works import Copy, CopyAxis
 
@@ -28,7 +29,6 @@ PLANES_BYTES, WIDE_EXTENT = 16384, 64
 OUTER, ROW_AXES = 4, 6
 # Shorter axes would leave most of a tile empty.
 LEAST_EXTENT = 8
-INSIDE = "the source starts inside its buffer"
 # A copy depends on the size of an element only.
 _TYPES = {2: "unsigned short", 4: "unsigned int", 8: "unsigned long long"}
 
@@ -59,12 +59,15 @@ class _Box:
         return None
 
 
-def _box(work: Copy) -> _Box | None:
-    """Return None if a bound is not the end of one axis, or the target is not padded."""
+def _box(work: Copy) -> _Box | str:
+    """Return a copy from the start of its source, of which at most one axis is bounded, in a padded
+    target; or why it is none."""
+    if work.source_start:
+        return "the source starts inside its buffer"
     padded, limit = None, 0
     for outer, inner, bound in work.bounds:
         if work.axes[outer].extent != 1 or padded is not None or not work.pads:
-            return None
+            return "its bounds are not the end of one axis"
         padded, limit = inner, bound
     axes: list[CopyAxis] = []
     place = None
@@ -84,18 +87,15 @@ def _box(work: Copy) -> _Box | None:
     return _Box(tuple(axes), place, limit)
 
 
-class Transpose:
+class Transpose(Solver[Copy, tuple[_Box, int, int]]):
     """Copies whose sides have different contiguous axes, as between channels first and last."""
 
     name = "transpose"
 
-    def why_not(self, work: Copy, device: CudaDevice) -> str | None:
-        """See `Family.why_not`."""
+    def solve(self, work: Copy, device: CudaDevice) -> tuple[_Box, int, int] | str:
         box = _box(work)
-        if work.source_start:
-            return INSIDE
-        if box is None:
-            return "its bounds are not the end of one axis"
+        if isinstance(box, str):
+            return box
         x, y = box.inner(source=True), box.inner(source=False)
         if x is None or y is None or x == y:
             return "source and target do not have different contiguous axes"
@@ -111,12 +111,10 @@ class Transpose:
             return f"inner axes of {extents[0]} and {extents[1]}; expected {LEAST_EXTENT} or more"
         if _tiles(work, box, x, y) > MAX_BLOCKS:
             return "more tiles than a grid can have"
-        return None
+        return box, x, y
 
-    def launches(self, work: Copy, device: CudaDevice) -> Fragment:
-        """See `Family.launches`."""
-        box = cast(_Box, _box(work))
-        x, y = (cast(int, box.inner(source)) for source in (True, False))
+    def fragment(self, work: Copy, device: CudaDevice, config: tuple[_Box, int, int]) -> Fragment:
+        box, x, y = config
         x_axis, y_axis = box.axes[x], box.axes[y]
         joined = _outer_y(work, box, x, y)
         outer = [axis for index, axis in enumerate(box.axes) if index not in (x, y)]
@@ -148,46 +146,36 @@ class Transpose:
             args.by_inner = divider(y_axis.extent)
             args.y_extent = args.y_limit = y_axis.extent * above.extent
         _fill_axes(args, outer, OUTER)
-        args.follows = work.follows
         args.target = work.target_start * itemsize
-        launch = Launch(
-            _tile_instance(
-                itemsize, not args.source_chunk, not args.target_chunk, 1 if joined is None else 2
-            )
-            if name == self.name
-            else _instance(name, itemsize),
-            (_tiles(work, box, x, y), 1, 1),
-            (BLOCK, 1, 1),
-            pack(args, source=work.source, target=work.target),
-        )
-        return Fragment(name, (launch,))
+        if name == self.name:
+            aligned = bool(args.source_chunk), bool(args.target_chunk)
+            instance = _tile_instance(itemsize, *aligned, 1 if joined is None else 2)
+        else:
+            instance = _instance(name, itemsize)
+        return _fragment(work, args, instance, (_tiles(work, box, x, y), 1, 1))
 
     def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`."""
         return [
             *(_instance(name, size) for name in (PLANES, RUNS) for size in _TYPES),
             *(
-                _tile_instance(size, source_any, target_any)
+                _tile_instance(size, source, target)
                 for size in _TYPES
-                for source_any in (False, True)
-                for target_any in (False, True)
+                for source in (True, False)
+                for target in (True, False)
             ),
-            *(_tile_instance(size, False, False, 2) for size in _TYPES),
+            *(_tile_instance(size, True, True, 2) for size in _TYPES),
         ]
 
 
-class RowCopy:
+class RowCopy(Solver[Copy, tuple[_Box, CopyAxis]]):
     """Copies with the same contiguous axis on both sides, to rows of whole 16-byte chunks."""
 
     name = "row_copy"
 
-    def why_not(self, work: Copy, device: CudaDevice) -> str | None:
-        """See `Family.why_not`."""
+    def solve(self, work: Copy, device: CudaDevice) -> tuple[_Box, CopyAxis] | str:
         box = _box(work)
-        if work.source_start:
-            return INSIDE
-        if box is None:
-            return "its bounds are not the end of one axis"
+        if isinstance(box, str):
+            return box
         inner = box.inner(source=False)
         if inner is None or box.axes[inner].source not in (0, 1):
             return "source and target do not have the same contiguous axis"
@@ -205,73 +193,60 @@ class RowCopy:
         blocks = linear_grid(prod(axis.extent for axis in box.axes) // chunk, BLOCK)[0]
         if blocks > MAX_BLOCKS:
             return f"{blocks} blocks are more than one grid holds"
-        return None
+        return box, row
 
-    def launches(self, work: Copy, device: CudaDevice) -> Fragment:
-        """See `Family.launches`."""
-        box = cast(_Box, _box(work))
-        row = box.axes[cast(int, box.inner(source=False))]
+    def fragment(self, work: Copy, device: CudaDevice, config: tuple[_Box, CopyAxis]) -> Fragment:
+        box, row = config
         args = RowCopyArgs()
         _fill_axes(args, [axis for axis in box.axes if axis is not row], ROW_AXES)
         args.chunks = row.extent * work.dtype.itemsize // CHUNK_BYTES
         args.all_chunks = args.chunks * prod(args.extent)
         args.elements = row.extent if box.padded is None else box.limit
-        args.follows = work.follows
         args.target = work.target_start * work.dtype.itemsize
-        launch = Launch(
-            _instance(self.name, work.dtype.itemsize),
-            linear_grid(args.all_chunks, BLOCK),
-            (BLOCK, 1, 1),
-            pack(args, source=work.source, target=work.target),
-        )
-        return Fragment(self.name, (launch,))
+        instance = _instance(self.name, work.dtype.itemsize)
+        return _fragment(work, args, instance, linear_grid(args.all_chunks, BLOCK))
 
     def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`."""
         return [_instance(self.name, itemsize) for itemsize in _TYPES]
 
 
-class RowPack:
+class RowPack(Solver[Copy, _Box]):
     """Copies of rows to rows without gaps, which need not be whole chunks."""
 
     name = "row_pack"
 
-    def why_not(self, work: Copy, device: CudaDevice) -> str | None:
-        """See `Family.why_not`."""
+    def solve(self, work: Copy, device: CudaDevice) -> _Box | str:
         box = _box(work)
-        if work.source_start or work.target_start:
-            return INSIDE
-        if box is None or box.padded is not None or len(box.axes) != 2:
-            return "more than one axis of rows, or bounds"
+        if isinstance(box, str):
+            return box
+        if work.target_start or box.padded is not None or len(box.axes) != 2:
+            return "more than one axis of rows, bounds, or a target inside its buffer"
         rows, row = box.axes
         if (row.source, row.target) != (1, 1) or rows.target != row.extent:
             return "the target has gaps between rows, or either side within them"
         if linear_grid(self._chunks(work, box), BLOCK)[0] > MAX_BLOCKS:
             return "more chunks than a grid can have"
-        return None
+        return box
 
-    def launches(self, work: Copy, device: CudaDevice) -> Fragment:
-        """See `Family.launches`."""
-        box = cast(_Box, _box(work))
+    def fragment(self, work: Copy, device: CudaDevice, box: _Box) -> Fragment:
         rows, row = box.axes
         args = RowPackArgs()
         args.elements, args.width, args.pitch = rows.extent * row.extent, row.extent, rows.source
-        args.follows = work.follows
-        launch = Launch(
-            _instance(self.name, work.dtype.itemsize),
-            linear_grid(self._chunks(work, box), BLOCK),
-            (BLOCK, 1, 1),
-            pack(args, source=work.source, target=work.target),
-        )
-        return Fragment(self.name, (launch,))
+        instance = _instance(self.name, work.dtype.itemsize)
+        return _fragment(work, args, instance, linear_grid(self._chunks(work, box), BLOCK))
 
     def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`."""
         return [_instance(self.name, itemsize) for itemsize in _TYPES]
 
     @staticmethod
     def _chunks(work: Copy, box: _Box) -> int:
         return ceil_div(prod(axis.extent for axis in box.axes) * work.dtype.itemsize, CHUNK_BYTES)
+
+
+def _fragment(work: Copy, args: Any, instance: Instance, grid: tuple[int, int, int]) -> Fragment:
+    args.follows = work.follows
+    arguments = pack(args, source=work.source, target=work.target)
+    return Fragment(instance.entry, (Launch(instance, grid, (BLOCK, 1, 1), arguments),))
 
 
 def _fill_axes(args: Any, axes: list[CopyAxis], count: int) -> None:
@@ -341,19 +316,17 @@ def _tiles(work: Copy, box: _Box, x: int, y: int) -> int:
     return inner * prod(axis.extent for axis in outer)
 
 
-def _tile_instance(itemsize: int, source_any: bool, target_any: bool, y_axes: int = 1) -> Instance:
-    """Return an instance of transpose for rows that may be unaligned in source or target."""
-    anywhere = source_any + target_any
-    defines = {
-        "ELEMENT": _TYPES[itemsize],
-        "SOURCE_ANY": int(source_any),
-        "TARGET_ANY": int(target_any),
-        "BLOCKS": BLOCKS[itemsize][anywhere],
-    }
-    if y_axes > 1:
-        defines["Y_AXES"] = y_axes
-    return Instance.of("layout/transpose.cu", defines)
+def _tile_instance(itemsize: int, source: bool, target: bool, y_axes: int = 1) -> Instance:
+    """Return an instance of transpose for rows that are aligned in the source and the target."""
+    return Instance.of(
+        "layout/transpose.cu",
+        ELEMENT=_TYPES[itemsize],
+        SOURCE_ANY=not source,
+        TARGET_ANY=not target,
+        BLOCKS=BLOCKS[itemsize][2 - source - target],
+        Y_AXES=y_axes if y_axes > 1 else None,
+    )
 
 
 def _instance(name: str, itemsize: int) -> Instance:
-    return Instance(f"layout/{name}.cu", name, (("ELEMENT", _TYPES[itemsize]),))
+    return Instance.of(f"layout/{name}.cu", ELEMENT=_TYPES[itemsize])

@@ -8,14 +8,16 @@ from typing import Any
 
 from convgrad.dtypes import FLOATING, INDEX, DType
 from convgrad_service.backends.cuda.arguments import pack
-from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES, MAX_BLOCKS, linear_grid
-from convgrad_service.backends.cuda.kernels.pool.window_form import LARGEST, WindowForm, divider_of
-from convgrad_service.backends.cuda.kernels.pool.window_routes import (
-    routes,
-    routes_instances,
+from convgrad_service.backends.cuda.kernels.core.elements import MAX_BLOCKS, linear_grid
+from convgrad_service.backends.cuda.kernels.pool.window_form import (
+    LARGEST,
+    FromIndices,
+    WindowForm,
+    divider_of,
 )
-from convgrad_service.backends.cuda.kernels.pool.window_scatter import WindowScatter, scatter
-from convgrad_service.backends.cuda.kernels.pool.window_tiles import Tiles, tiles, tiles_instances
+from convgrad_service.backends.cuda.kernels.pool.window_routes import WindowRoutes
+from convgrad_service.backends.cuda.kernels.pool.window_scatter import WindowScatter
+from convgrad_service.backends.cuda.kernels.pool.window_tiles import WindowTiles
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import (
@@ -37,6 +39,12 @@ GATHER_BLOCK, AT_ONCE = 256, 4
 BAD_INDEX = "indices has an index that is out of its plane; expected a flat position in a plane"
 
 
+MOVES: tuple[FromIndices[Any], ...] = (
+    WindowTiles(moves=True),
+    WindowScatter(moves=True),
+    WindowRoutes(moves=True),
+)
+
 UnpoolArgs: Any = structure("pool/max_unpool.cu", "UnpoolArgs")
 
 
@@ -46,7 +54,6 @@ class MaxUnpool:
     name = "max_unpool"
 
     def why_not(self, work: UnpoolWork, device: CudaDevice) -> str | None:
-        """See `Family.why_not`."""
         inner = work.channels if work.channels_last else 1
         if max(prod(work.size), prod(work.plane)) * inner > LARGEST - 2**16:
             return f"an image, or a plane, of more than {LARGEST - 2**16} elements"
@@ -55,7 +62,6 @@ class MaxUnpool:
         return None if work.windows is None else WindowForm.of(_by_windows(work)).why_not()
 
     def launches(self, work: UnpoolWork, device: CudaDevice) -> Fragment:
-        """See `Family.launches`."""
         bad = f"{work.prefix}bad_index"
         args = _args(work)
         steps: list[Step] = [Clear(bad, 16)]
@@ -73,11 +79,8 @@ class MaxUnpool:
         return Fragment(f"{self.name}_{work.kind}", tuple(steps), (workspace,), (check,))
 
     def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`."""
         return [
-            *routes_instances(moves=True),
-            *tiles_instances(moves=True),
-            *WindowScatter().instances(),
+            *(instance for family in MOVES for instance in family.instances()),
             *(
                 _instance(kind, dtype, index, last)
                 for kind in ("scatter", "gather")
@@ -89,11 +92,12 @@ class MaxUnpool:
 
 
 def _moves(work: WindowWork, device: CudaDevice, bad: str) -> Launch:
-    if Tiles.of(WindowForm.of(work)) is not None:
-        return tiles(work, bad, moves=True)
-    if WindowScatter().why_not(work, device) is None:
-        return scatter(work, device, bad, moves=True)
-    return routes(work, bad, moves=True)
+    """Return the launch of the first of `MOVES` that takes the work."""
+    for family in MOVES:
+        config = family.solve(work, device)
+        if not isinstance(config, str):
+            return family.launch(work, device, config, bad)
+    raise ValueError("windows that why_not refuses")
 
 
 def _by_windows(work: UnpoolWork) -> WindowWork:
@@ -138,10 +142,8 @@ def _launch(
 def _instance(kind: str, dtype: DType, index: DType, last: bool) -> Instance:
     return Instance.of(
         "pool/max_unpool.cu",
-        {
-            "ELEMENT": CUDA_TYPES[dtype],
-            "INDEX": CUDA_TYPES[index],
-            "INNER": int(last and kind == "scatter"),
-            "SCATTER": int(kind == "scatter"),
-        },
+        ELEMENT=dtype,
+        INDEX=index,
+        INNER=last and kind == "scatter",
+        SCATTER=kind == "scatter",
     )

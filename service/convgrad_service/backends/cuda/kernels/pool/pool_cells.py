@@ -9,11 +9,12 @@ from typing import Any
 
 from convgrad.dtypes import FLOATING, DType
 from convgrad_service.backends.cuda.arguments import pack
-from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES, MAX_BLOCKS, linear_grid
+from convgrad_service.backends.cuda.kernels.core.elements import MAX_BLOCKS, linear_grid
 from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES
 from convgrad_service.backends.cuda.kernels.pool.window_form import widths
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice
+from convgrad_service.plans.cuda.families import Solver
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
 from convgrad_service.plans.cuda.works import PoolWork
 from convgrad_service.problems.sizes import Size3
@@ -51,61 +52,6 @@ def image_elements(work: PoolWork) -> int:
     )
 
 
-class PoolCells:
-    """bwd from the input, kernels not larger than their strides."""
-
-    name = "pool_cells"
-
-    def why_not(self, work: PoolWork, device: CudaDevice) -> str | None:
-        """See `Family.why_not`."""
-        if any(kernel > step for kernel, step in zip(work.kernel, work.stride, strict=True)):
-            return f"windows of {work.kernel} with stride {work.stride} overlap"
-        if prod(work.stride) > MOST_POSITIONS:
-            return f"cells of more than {MOST_POSITIONS} positions"
-        if work.dilated:
-            return "dilated"
-        if any(pad < 0 for pad in work.pad):
-            return "a piece of a larger problem"
-        if image_elements(work) >= 2**31:
-            return "an image of more than 2^31 elements"
-        shape = _Shape.of(work)
-        if ceil_div(shape.threads(work), BLOCK) > MAX_BLOCKS:
-            return "more blocks than a grid can have"
-        return None
-
-    def launches(self, work: PoolWork, device: CudaDevice) -> Fragment:
-        """See `Family.launches`."""
-        shape = _Shape.of(work)
-        args = CellArgs()
-        fill_strides(args, work, 2)
-        args.threads = shape.threads(work)
-        args.vectors = work.channels // (1 if shape.along else shape.width)
-        args.x_size[:], args.y_size[:] = work.input, work.output
-        args.cells[:] = shape.cells(work)
-        args.kernel[:], args.stride[:], args.pad[:] = work.kernel, work.stride, work.pad
-        args.lanes = work.x.channels_last
-        launch = Launch(
-            shape.instance(work.dtype),
-            linear_grid(args.threads, BLOCK),
-            (BLOCK, 1, 1),
-            pack(args, x=work.source, grad=work.y, grad_x=work.x),
-        )
-        return Fragment(self.name, (launch,))
-
-    def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`."""
-        shapes = [
-            *((window, False) for window in (*WINDOWS, ANY)),
-            *((window, True) for window in ALONG_WINDOWS),
-        ]
-        return [
-            _Shape(*window, along, width).instance(dtype)
-            for window, along in shapes
-            for dtype in FLOATING
-            for width in _widths(dtype, along=along)
-        ]
-
-
 @dataclass(frozen=True, slots=True)
 class _Shape:
     """What a thread computes, see ``pool_cells.cu``; a kernel and stride of 0 are any."""
@@ -138,11 +84,62 @@ class _Shape:
         return work.batch * vectors * prod(self.cells(work))
 
     def instance(self, dtype: DType) -> Instance:
-        defines = {"ELEMENT": CUDA_TYPES[dtype], "WIDTH": self.width, "ALONG": int(self.along)}
+        defines = {"ELEMENT": dtype, "WIDTH": self.width, "ALONG": self.along}
         for name, values in (("KERNEL", self.kernel), ("STRIDE", self.stride)):
             letters = zip("DHW", values, strict=True)
             defines |= {f"{name}_{letter}": value for letter, value in letters}
-        return Instance.of("pool/pool_cells.cu", defines)
+        return Instance.of("pool/pool_cells.cu", **defines)
+
+
+class PoolCells(Solver[PoolWork, _Shape]):
+    """bwd from the input, kernels not larger than their strides."""
+
+    name = "pool_cells"
+
+    def solve(self, work: PoolWork, device: CudaDevice) -> _Shape | str:
+        if any(kernel > step for kernel, step in zip(work.kernel, work.stride, strict=True)):
+            return f"windows of {work.kernel} with stride {work.stride} overlap"
+        if prod(work.stride) > MOST_POSITIONS:
+            return f"cells of more than {MOST_POSITIONS} positions"
+        if work.dilated:
+            return "dilated"
+        if any(pad < 0 for pad in work.pad):
+            return "a piece of a larger problem"
+        if image_elements(work) >= 2**31:
+            return "an image of more than 2^31 elements"
+        shape = _Shape.of(work)
+        if ceil_div(shape.threads(work), BLOCK) > MAX_BLOCKS:
+            return "more blocks than a grid can have"
+        return shape
+
+    def fragment(self, work: PoolWork, device: CudaDevice, shape: _Shape) -> Fragment:
+        args = CellArgs()
+        fill_strides(args, work, 2)
+        args.threads = shape.threads(work)
+        args.vectors = work.channels // (1 if shape.along else shape.width)
+        args.x_size[:], args.y_size[:] = work.input, work.output
+        args.cells[:] = shape.cells(work)
+        args.kernel[:], args.stride[:], args.pad[:] = work.kernel, work.stride, work.pad
+        args.lanes = work.x.channels_last
+        launch = Launch(
+            shape.instance(work.dtype),
+            linear_grid(args.threads, BLOCK),
+            (BLOCK, 1, 1),
+            pack(args, x=work.source, grad=work.y, grad_x=work.x),
+        )
+        return Fragment(self.name, (launch,))
+
+    def instances(self) -> Iterable[Instance]:
+        shapes = [
+            *((window, False) for window in (*WINDOWS, ANY)),
+            *((window, True) for window in ALONG_WINDOWS),
+        ]
+        return [
+            _Shape(*window, along, width).instance(dtype)
+            for window, along in shapes
+            for dtype in FLOATING
+            for width in _widths(dtype, along=along)
+        ]
 
 
 def _widths(dtype: DType, *, along: bool = False) -> tuple[int, ...]:

@@ -90,7 +90,6 @@ class MaximaByAxes:
         self._maxima = maxima
 
     def why_not(self, work: WindowWork, device: CudaDevice) -> str | None:
-        """See `Family.why_not`."""
         if work.kind != "maxima":
             return "no maxima"
         if any(axis.unit != 1 for axis in work.windows):
@@ -102,7 +101,6 @@ class MaximaByAxes:
         return None
 
     def launches(self, work: WindowWork, device: CudaDevice) -> Fragment:
-        """See `Family.launches`."""
         found = [_maxima_of(work, stage) for stage in self._stages(work, device)]
         chain = _Chain(work.prefix)
         for index, stage in enumerate(found[:-1]):
@@ -140,7 +138,6 @@ class PoolThroughIndices:
         self._maxima, self._routes = maxima, routes
 
     def why_not(self, work: PoolWork, device: CudaDevice) -> str | None:
-        """See `Family.why_not`."""
         for stage in self._works(work)[0]:
             for families, part in ((self._maxima, stage), (self._routes, _routes_of(stage))):
                 reason = families[-1].why_not(part, device)
@@ -149,7 +146,6 @@ class PoolThroughIndices:
         return None
 
     def launches(self, work: PoolWork, device: CudaDevice) -> Fragment:
-        """See `Family.launches`."""
         found, chain = self._works(work)
         for stage in found:
             chain.add(self._maxima, stage, device)

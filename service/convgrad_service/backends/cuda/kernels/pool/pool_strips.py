@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
-from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES, MAX_BLOCKS, linear_grid
+from convgrad_service.backends.cuda.kernels.core.elements import MAX_BLOCKS, linear_grid
+from convgrad_service.backends.cuda.kernels.core.limits import DTYPES
 from convgrad_service.backends.cuda.kernels.pool.pool_cells import fill_strides, image_elements
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import (
@@ -16,13 +17,13 @@ from convgrad_service.plans.cuda.device import (
     architectures_since,
     with_shared_bytes,
 )
-from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
+from convgrad_service.plans.cuda.families import Solver
+from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div, macros_of
 from convgrad_service.plans.cuda.works import PoolWork
 
-__all__ = ["DTYPES", "PoolStrips", "Shape"]
+__all__ = ["DTYPES", "PoolStrips"]
 
 BLOCK, LANES = 128, 32
-DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
 # Planes of a block, and devices before whose capability keys of 16 bits are compared one by one,
 # which takes more registers.
 MOST_PLANES = 8
@@ -56,23 +57,19 @@ class Shape:
         return 2 * (warps + 2 * (self.depth - 1)) * self.windows * LANES * 8
 
     def instance(self, dtype: DType, per: int) -> Instance:
-        defines = {
-            "ELEMENT": CUDA_TYPES[dtype],
-            "PER": per,
-            "KERNEL": self.kernel,
-            "STRIDE": self.stride,
-            "DEPTH": self.depth,
-            "PHASE": self.phase,
-            "ROWS": self.rows,
-            "BLOCKS": self.blocks,
-            "MOST_PLANES": MOST_PLANES,
-        }
         architectures = with_shared_bytes(self.shared_bytes())
         if self.depth > 1:
             older = self.rows == OLDER_ROWS
             known = architectures_before(IN_PAIRS) if older else architectures_since(IN_PAIRS)
             architectures = tuple(name for name in architectures if name in known)
-        return Instance.of("pool/pool_strips.cu", defines, architectures)
+        return Instance.of(
+            "pool/pool_strips.cu",
+            architectures,
+            ELEMENT=dtype,
+            PER=per,
+            **macros_of(self, "kernel", "stride", "depth", "phase", "rows", "blocks"),
+            MOST_PLANES=MOST_PLANES,
+        )
 
 
 # By channels in a word.
@@ -94,17 +91,12 @@ SHAPES: Mapping[int, tuple[Shape, ...]] = {
 }
 
 
-class PoolStrips:
+class PoolStrips(Solver[PoolWork, Shape]):
     """bwd from the input, channels last, the windows of ``SHAPES``."""
 
     name = "pool_strips"
 
-    def __init__(self, shapes: Mapping[int, tuple[Shape, ...]] = SHAPES) -> None:
-        """Other shapes are for tuning."""
-        self._shapes = shapes
-
-    def why_not(self, work: PoolWork, device: CudaDevice) -> str | None:
-        """See `Family.why_not`."""
+    def solve(self, work: PoolWork, device: CudaDevice) -> Shape | str:
         if work.dtype not in DTYPES:
             return f"{work.dtype}"
         if work.dilated:
@@ -128,13 +120,9 @@ class PoolStrips:
             return reason
         if _grid(work, shape, device)[0] > MAX_BLOCKS:
             return "more blocks than a grid can have"
-        return None
+        return shape
 
-    def launches(self, work: PoolWork, device: CudaDevice) -> Fragment:
-        """See `Family.launches`."""
-        shape = self._shape(work, device)
-        if shape is None:
-            raise ValueError("other windows")
+    def fragment(self, work: PoolWork, device: CudaDevice, shape: Shape) -> Fragment:
         args = StripArgs()
         fill_strides(args, work, 3)
         args.words, args.groups = _words(work), ceil_div(_words(work), LANES)
@@ -157,11 +145,10 @@ class PoolStrips:
         return Fragment(self.name, (launch,))
 
     def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`."""
         found: dict[Instance, None] = {}
         for dtype in DTYPES:
             for per in {1, 4 // dtype.itemsize}:
-                for shape in self._shapes[per]:
+                for shape in SHAPES[per]:
                     for phase in range(shape.stride):
                         for own in (shape, _older(shape)):
                             instance = replace(own, phase=phase).instance(dtype, per)
@@ -170,7 +157,7 @@ class PoolStrips:
 
     def _shape(self, work: PoolWork, device: CudaDevice) -> Shape | None:
         depth, *kernel = work.kernel
-        for shape in self._shapes[_channels_per_word(work)]:
+        for shape in SHAPES[_channels_per_word(work)]:
             same = kernel == [shape.kernel] * 2 and work.stride[1:] == (shape.stride,) * 2
             if same and depth == shape.depth:
                 own = _older(shape) if device.capability < IN_PAIRS else shape

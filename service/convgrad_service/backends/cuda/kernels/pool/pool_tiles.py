@@ -9,12 +9,13 @@ from math import prod
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
-from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES, MAX_BLOCKS
+from convgrad_service.backends.cuda.kernels.core.elements import MAX_BLOCKS
 from convgrad_service.backends.cuda.kernels.pool.pool_cells import fill_strides, image_elements
 from convgrad_service.backends.cuda.kernels.pool.pool_strips import DTYPES
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice, with_shared_bytes
-from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
+from convgrad_service.plans.cuda.families import Solver
+from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div, macros_of
 from convgrad_service.plans.cuda.works import PoolWork
 
 __all__ = ["PoolTiles", "Shape"]
@@ -81,30 +82,25 @@ class Shape:
         return work.batch * work.input[0] * prod(self.tiles(work))
 
     def instance(self) -> Instance:
-        defines = {
-            "ELEMENT": CUDA_TYPES[self.dtype],
-            "KERNEL": self.kernel,
-            "LINES": self.lines,
-            "WINDOWS": self.windows,
-            "TILE": self.tile,
-            "PAD": (self.kernel - 1) // 2 if self.whole else 0,
-            "WORDS": self.words,
-            "THREADS": self.threads,
-            "BLOCKS": self.blocks,
-        }
-        return Instance.of("pool/pool_tiles.cu", defines, with_shared_bytes(self.shared_bytes))
+        return Instance.of(
+            "pool/pool_tiles.cu",
+            with_shared_bytes(self.shared_bytes),
+            ELEMENT=self.dtype,
+            **macros_of(self, "kernel", "lines", "windows", "tile"),
+            PAD=(self.kernel - 1) // 2 if self.whole else 0,
+            **macros_of(self, "words", "threads", "blocks"),
+        )
 
 
 TileArgs = structure("pool/pool_tiles.cu", "TileArgs")
 
 
-class PoolTiles:
+class PoolTiles(Solver[PoolWork, Shape]):
     """bwd from the input, channels last, square windows of stride 1 of some kernels."""
 
     name = "pool_tiles"
 
-    def why_not(self, work: PoolWork, device: CudaDevice) -> str | None:
-        """See `Family.why_not`."""
+    def solve(self, work: PoolWork, device: CudaDevice) -> Shape | str:
         if work.dtype not in DTYPES:
             return f"{work.dtype}"
         if work.dilated:
@@ -121,13 +117,9 @@ class PoolTiles:
         reason = device.why_not_shared(shape.shared_bytes)
         if reason is not None:
             return reason
-        return "more blocks than a grid can have" if shape.grid(work) > MAX_BLOCKS else None
+        return "more blocks than a grid can have" if shape.grid(work) > MAX_BLOCKS else shape
 
-    def launches(self, work: PoolWork, device: CudaDevice) -> Fragment:
-        """See `Family.launches`."""
-        shape = _shape(work)
-        if shape is None:
-            raise ValueError("other windows")
+    def fragment(self, work: PoolWork, device: CudaDevice, shape: Shape) -> Fragment:
         args = TileArgs()
         fill_strides(args, work, 3)
         args.channel_tiles, *args.tiles[:] = shape.tiles(work)
@@ -146,7 +138,6 @@ class PoolTiles:
         return Fragment(self.name, (launch,))
 
     def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`."""
         for dtype in DTYPES:
             yield Shape(TILED_KERNEL, LONGEST, False, dtype, WORDS[-1]).instance()
             for kernel, lines in product(WHOLE_KERNELS, LINES):

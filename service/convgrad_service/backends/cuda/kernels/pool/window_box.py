@@ -21,7 +21,7 @@ from convgrad_service.plans.cuda.program import ceil_div
 from convgrad_service.plans.cuda.works import WindowWork
 from convgrad_service.problems.windows import WindowAxis
 
-__all__ = ["BOX_BLOCK", "MOST_BYTES", "Tile", "why_no_tile"]
+__all__ = ["BOX_BLOCK", "MOST_BYTES", "Tile", "tiled"]
 
 BOX_BLOCK = 256
 # Shared memory of a block: several fit on a multiprocessor.
@@ -184,8 +184,8 @@ class Tile:
         return prod(self.tiles(form)) * ceil_div(form.batch, self.planes)
 
 
-def why_no_tile(work: WindowWork, form: WindowForm, device: CudaDevice) -> str | None:
-    """Return why blocks cannot compute tiles of the planes; None if they can."""
+def tiled(work: WindowWork, form: WindowForm, device: CudaDevice) -> Tile | str:
+    """Return the tile of the planes that a block computes, or why there is none."""
     if form.last:
         return "channels last"
     if form.dilated:
@@ -195,7 +195,7 @@ def why_no_tile(work: WindowWork, form: WindowForm, device: CudaDevice) -> str |
         return f"windows too large for {device.shared_bytes_per_block} bytes of shared memory"
     if tile.blocks(form) > MAX_BLOCKS:
         return "more blocks than a grid can have"
-    return None
+    return form.why_not() or tile
 
 
 class Places(NamedTuple):

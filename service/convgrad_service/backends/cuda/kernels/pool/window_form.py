@@ -2,38 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.core.elements import MAX_BLOCKS
 from convgrad_service.backends.cuda.kernels.core.gather_axes import divider
 from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES
 from convgrad_service.backends.cuda.structures import structure
-from convgrad_service.plans.cuda.program import (
-    Check,
-    Clear,
-    Fragment,
-    Launch,
-    Workspace,
-    ceil_div,
-)
+from convgrad_service.plans.cuda.device import CudaDevice
+from convgrad_service.plans.cuda.families import Solver
+from convgrad_service.plans.cuda.program import Check, Clear, Fragment, Launch, Workspace, ceil_div
 from convgrad_service.plans.cuda.works import WindowWork
 from convgrad_service.problems.windows import WindowAxis
 
-__all__ = [
-    "WindowForm",
-    "checked",
-    "divider_of",
-    "most_positions",
-    "widths",
-    "window_args",
-    "window_grid",
-]
+__all__ = ["FromIndices", "WindowForm", "divider_of", "most_positions", "widths", "window_args"]
+__all__ += ["window_grid"]
 
 Axes = tuple[WindowAxis, ...]
+C = TypeVar("C")
 LARGEST = 2**31 - 1
 BAD_INDEX = (
     "indices has an index that is out of its plane or outside its window; expected the indices of "
@@ -234,13 +224,27 @@ def window_args(form: WindowForm, width: int, items: Sequence[int]) -> Any:
     return args
 
 
-def checked(work: WindowWork, name: str, launch: Callable[[str | None], Launch]) -> Fragment:
-    """Return the fragment of a gradient from indices, given its launch with a buffer for faults."""
-    if not work.checked:
-        return Fragment(name, (launch(None),))
-    bad = f"{work.prefix}bad_index"
-    workspace, check = Workspace(bad, 8), Check(bad, BAD_INDEX)
-    return Fragment(name, (Clear(bad, 8), launch(bad)), (workspace,), (check,))
+class FromIndices(Solver[WindowWork, C]):
+    """Gradients of max pooling from indices; with ``moves``, max unpooling, which moves elements
+    to positions instead of adding them there."""
+
+    def __init__(self, *, moves: bool = False) -> None:
+        self._moves = moves
+
+    @abstractmethod
+    def launch(self, work: WindowWork, device: CudaDevice, config: C, bad: str | None) -> Launch:
+        """Return the launch.
+
+        ``bad`` is a buffer of int64 numbers that are 0 before. An index that is not in its window
+        sets the first, or the second with ``moves``.
+        """
+
+    def fragment(self, work: WindowWork, device: CudaDevice, config: C) -> Fragment:
+        if not work.checked:
+            return Fragment(self.name, (self.launch(work, device, config, None),))
+        bad = f"{work.prefix}bad_index"
+        steps = Clear(bad, 8), self.launch(work, device, config, bad)
+        return Fragment(self.name, steps, (Workspace(bad, 8),), (Check(bad, BAD_INDEX),))
 
 
 def window_grid(args: Any, a_block: int) -> tuple[int, int, int]:

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 
 from convgrad.dtypes import FLOATING, DType
 from convgrad_service.backends.cuda.arguments import pack
-from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
 from convgrad_service.backends.cuda.kernels.pool.window_form import (
     WindowForm,
     most_positions,
@@ -15,6 +14,7 @@ from convgrad_service.backends.cuda.kernels.pool.window_form import (
     window_grid,
 )
 from convgrad_service.plans.cuda.device import CudaDevice
+from convgrad_service.plans.cuda.families import Solver
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch
 from convgrad_service.plans.cuda.works import WindowWork
 
@@ -26,21 +26,18 @@ SMALL = ((1, 4), (2, 2), (3, 3), (4, 4))
 ANY = (0, 0)
 
 
-class WindowMaxima:
+class WindowMaxima(Solver[WindowWork, WindowForm]):
     """Maxima of windows of any kind."""
 
     name = "window_maxima"
 
-    def why_not(self, work: WindowWork, device: CudaDevice) -> str | None:
-        """See `Family.why_not`."""
+    def solve(self, work: WindowWork, device: CudaDevice) -> WindowForm | str:
         if work.kind != "maxima":
             return "no maxima"
         form = WindowForm.of(work)
-        return form.why_not(form.width(work.dtype))
+        return form.why_not(form.width(work.dtype)) or form
 
-    def launches(self, work: WindowWork, device: CudaDevice) -> Fragment:
-        """See `Family.launches`."""
-        form = WindowForm.of(work)
+    def fragment(self, work: WindowWork, device: CudaDevice, form: WindowForm) -> Fragment:
         width = form.width(work.dtype)
         args = window_args(form, width, form.y_size)
         args.wide_indices = work.index_dtype is DType.INT64
@@ -53,7 +50,6 @@ class WindowMaxima:
         return Fragment(self.name, (launch,))
 
     def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`."""
         return [
             _instance(dtype, width, small)
             for dtype in FLOATING
@@ -73,11 +69,5 @@ def _small(form: WindowForm) -> tuple[int, int]:
 def _instance(dtype: DType, width: int, small: tuple[int, int]) -> Instance:
     rows, columns = small
     return Instance.of(
-        "pool/window_maxima.cu",
-        {
-            "ELEMENT": CUDA_TYPES[dtype],
-            "WIDTH": width,
-            "ROWS": rows,
-            "COLUMNS": columns,
-        },
+        "pool/window_maxima.cu", ELEMENT=dtype, WIDTH=width, ROWS=rows, COLUMNS=columns
     )

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 
 from convgrad.dtypes import FLOATING, INDEX, DType
 from convgrad_service.backends.cuda.arguments import pack
-from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
-from convgrad_service.backends.cuda.kernels.pool.window_box import BOX_BLOCK, Tile, why_no_tile
+from convgrad_service.backends.cuda.kernels.pool.window_box import BOX_BLOCK, Tile, tiled
 from convgrad_service.backends.cuda.kernels.pool.window_form import WindowForm, most_positions
 from convgrad_service.plans.cuda.device import CudaDevice
+from convgrad_service.plans.cuda.families import Solver
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch
 from convgrad_service.plans.cuda.works import WindowWork
 
@@ -22,27 +22,26 @@ ANY = (0, 0)
 LARGE_WINDOW, MUCH_OVERLAP = 24, 4
 
 
-class WindowPlanes:
+Tiled = tuple[WindowForm, Tile]
+
+
+class WindowPlanes(Solver[WindowWork, Tiled]):
     """Averages and maxima, channels first, of windows that fit into shared memory."""
 
     name = "window_planes"
 
-    def why_not(self, work: WindowWork, device: CudaDevice) -> str | None:
-        """See `Family.why_not`."""
+    def solve(self, work: WindowWork, device: CudaDevice) -> Tiled | str:
         if work.kind == "routes":
             return "a gradient of maxima"
         form = WindowForm.of(work)
         large = form.most_window >= LARGE_WINDOW and form.overlap <= MUCH_OVERLAP
         if work.kind == "maxima" and large:
             return f"windows of {LARGE_WINDOW} positions or more with little overlap"
-        return why_no_tile(work, form, device) or form.why_not()
+        tile = tiled(work, form, device)
+        return tile if isinstance(tile, str) else (form, tile)
 
-    def launches(self, work: WindowWork, device: CudaDevice) -> Fragment:
-        """See `Family.launches`."""
-        form = WindowForm.of(work)
-        tile = Tile.of(work, form, device)
-        if tile is None:
-            raise ValueError("windows that do not fit into shared memory")
+    def fragment(self, work: WindowWork, device: CudaDevice, config: Tiled) -> Fragment:
+        form, tile = config
         launch = Launch(
             _instance(work.dtype, work.index_dtype, *_variant(work, form)),
             (tile.blocks(form), 1, 1),
@@ -59,7 +58,6 @@ class WindowPlanes:
         return Fragment(self.name, (launch,))
 
     def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`."""
         return [
             _instance(dtype, index, shape, simple, maxima, weighted)
             for dtype in FLOATING
@@ -88,13 +86,11 @@ def _instance(
 ) -> Instance:
     return Instance.of(
         "pool/window_planes.cu",
-        {
-            "ELEMENT": CUDA_TYPES[dtype],
-            "INDEX": CUDA_TYPES[index],
-            "LINES": shape[0],
-            "TAPS": shape[1],
-            "SIMPLE": int(simple),
-            "MAXIMA": int(maxima),
-            "WEIGHTED": int(weighted),
-        },
+        ELEMENT=dtype,
+        INDEX=index,
+        LINES=shape[0],
+        TAPS=shape[1],
+        SIMPLE=simple,
+        MAXIMA=maxima,
+        WEIGHTED=weighted,
     )

@@ -8,7 +8,6 @@ from math import prod
 
 from convgrad.dtypes import FLOATING, DType
 from convgrad_service.backends.cuda.arguments import pack
-from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
 from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES
 from convgrad_service.backends.cuda.kernels.pool.window_form import (
     WindowForm,
@@ -18,6 +17,7 @@ from convgrad_service.backends.cuda.kernels.pool.window_form import (
     window_grid,
 )
 from convgrad_service.plans.cuda.device import CudaDevice
+from convgrad_service.plans.cuda.families import Solver
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
 from convgrad_service.plans.cuda.works import WindowWork
 
@@ -35,13 +35,12 @@ LANES_LAST = (8, 16, 32)
 LARGE_WINDOW, BUSY_THREADS = 256, 64
 
 
-class WindowReduce:
+class WindowReduce(Solver[WindowWork, WindowForm]):
     """Averages over large windows with little overlap, and maxima of few of these."""
 
     name = "window_reduce"
 
-    def why_not(self, work: WindowWork, device: CudaDevice) -> str | None:
-        """See `Family.why_not`."""
+    def solve(self, work: WindowWork, device: CudaDevice) -> WindowForm | str:
         if work.kind == "routes":
             return "a gradient of maxima"
         form = WindowForm.of(work)
@@ -61,11 +60,10 @@ class WindowReduce:
         several = prod(form.y_size) > 1 and form.most_window <= LARGE_WINDOW
         if work.kind == "maxima" and form.last and several and busy:
             return "as many windows as keep the device busy"
-        return form.why_not()
+        return form.why_not() or form
 
-    def launches(self, work: WindowWork, device: CudaDevice) -> Fragment:
-        """See `Family.launches`."""
-        form, maxima = WindowForm.of(work), work.kind == "maxima"
+    def fragment(self, work: WindowWork, device: CudaDevice, form: WindowForm) -> Fragment:
+        maxima = work.kind == "maxima"
         along = 1 if maxima else _along(form, work.dtype)
         lanes, width = _lanes(form, along), form.width(work.dtype)
         args = window_args(form, width, form.y_size)
@@ -83,7 +81,6 @@ class WindowReduce:
         return Fragment(self.name, (launch,))
 
     def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`."""
         for dtype in FLOATING:
             wide = CHUNK_BYTES // dtype.itemsize
             along = [2**log for log in range(wide.bit_length())]
@@ -119,12 +116,10 @@ def _instance(
 ) -> Instance:
     return Instance.of(
         "pool/window_reduce.cu",
-        {
-            "ELEMENT": CUDA_TYPES[dtype],
-            "WIDTH": width,
-            "INNER": int(last),
-            "LANES": lanes,
-            "LINE": int(line),
-            "MAXIMA": int(maxima),
-        },
+        ELEMENT=dtype,
+        WIDTH=width,
+        INNER=last,
+        LANES=lanes,
+        LINE=line,
+        MAXIMA=maxima,
     )

@@ -6,73 +6,51 @@ from collections.abc import Iterable
 
 from convgrad.dtypes import FLOATING, INDEX, DType
 from convgrad_service.backends.cuda.arguments import pack
-from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
-from convgrad_service.backends.cuda.kernels.pool.window_box import BOX_BLOCK, Tile, why_no_tile
-from convgrad_service.backends.cuda.kernels.pool.window_form import WindowForm, checked
+from convgrad_service.backends.cuda.kernels.pool.window_box import BOX_BLOCK, Tile, tiled
+from convgrad_service.backends.cuda.kernels.pool.window_form import FromIndices, WindowForm
 from convgrad_service.plans.cuda.device import CudaDevice
-from convgrad_service.plans.cuda.program import Fragment, Instance, Launch
+from convgrad_service.plans.cuda.program import Instance, Launch
 from convgrad_service.plans.cuda.works import WindowWork
 
-__all__ = ["WindowScatter", "scatter"]
+__all__ = ["WindowScatter"]
 
 
-class WindowScatter:
+class WindowScatter(FromIndices[tuple[WindowForm, Tile]]):
     """The gradient of max pooling from indices, channels first, through shared memory."""
 
     name = "window_scatter"
 
-    def why_not(self, work: WindowWork, device: CudaDevice) -> str | None:
-        """See `Family.why_not`."""
+    def solve(self, work: WindowWork, device: CudaDevice) -> tuple[WindowForm, Tile] | str:
         if work.kind != "routes":
             return "no gradient of maxima"
         if work.x_dtype not in (None, work.dtype):
             return "sums of another type"
         form = WindowForm.of(work)
-        return why_no_tile(work, form, device) or form.why_not()
+        tile = tiled(work, form, device)
+        return tile if isinstance(tile, str) else (form, tile)
 
-    def launches(self, work: WindowWork, device: CudaDevice) -> Fragment:
-        """See `Family.launches`."""
-        return checked(work, self.name, lambda bad: scatter(work, device, bad))
+    def launch(
+        self, work: WindowWork, device: CudaDevice, config: tuple[WindowForm, Tile], bad: str | None
+    ) -> Launch:
+        form, tile = config
+        return Launch(
+            _instance(work.dtype, work.index_dtype, form.is_simple(form.counted), self._moves),
+            (tile.blocks(form), 1, 1),
+            (BOX_BLOCK, 1, 1),
+            pack(tile.arguments(work, form), x=work.x, y=work.y, indices=work.indices, bad=bad),
+            tile.places(work, form).end,
+        )
 
     def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`."""
         return [
-            _instance(dtype, index, simple, moves)
+            _instance(dtype, index, simple, self._moves)
             for dtype in FLOATING
             for index in INDEX
             for simple in (True, False)
-            for moves in (False, True)
         ]
-
-
-def scatter(
-    work: WindowWork, device: CudaDevice, bad: str | None = None, *, moves: bool = False
-) -> Launch:
-    """Return the launch.
-
-    With ``moves`` it moves elements instead of adding them. With ``bad``, int64 numbers that are
-    0 before, it sets the first, or the second with ``moves``, if an index is not in its window.
-    """
-    form = WindowForm.of(work)
-    tile = Tile.of(work, form, device)
-    if tile is None:
-        raise ValueError("windows that do not fit into shared memory")
-    return Launch(
-        _instance(work.dtype, work.index_dtype, form.is_simple(form.counted), moves),
-        (tile.blocks(form), 1, 1),
-        (BOX_BLOCK, 1, 1),
-        pack(tile.arguments(work, form), x=work.x, y=work.y, indices=work.indices, bad=bad),
-        tile.places(work, form).end,
-    )
 
 
 def _instance(dtype: DType, index: DType, simple: bool, moves: bool) -> Instance:
     return Instance.of(
-        "pool/window_scatter.cu",
-        {
-            "ELEMENT": CUDA_TYPES[dtype],
-            "INDEX": CUDA_TYPES[index],
-            "SIMPLE": int(simple),
-            "MOVE": int(moves),
-        },
+        "pool/window_scatter.cu", ELEMENT=dtype, INDEX=index, SIMPLE=simple, MOVE=moves
     )

@@ -9,7 +9,6 @@ from typing import Any
 
 from convgrad.dtypes import FLOATING, DType
 from convgrad_service.backends.cuda.arguments import pack
-from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
 from convgrad_service.backends.cuda.kernels.pool.window_form import (
     WindowForm,
     divider_of,
@@ -19,7 +18,8 @@ from convgrad_service.backends.cuda.kernels.pool.window_form import (
     window_grid,
 )
 from convgrad_service.plans.cuda.device import CudaDevice
-from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
+from convgrad_service.plans.cuda.families import Solver
+from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div, macros_of
 from convgrad_service.plans.cuda.works import WindowWork
 
 __all__ = ["WindowSums"]
@@ -71,34 +71,25 @@ class _Shape:
     def instance(self, dtype: DType) -> Instance:
         return Instance.of(
             "pool/window_sums.cu",
-            {
-                "ELEMENT": CUDA_TYPES[dtype],
-                "WIDTH": self.width,
-                "AXIS": self.axis,
-                "SLIDING": int(self.sliding),
-                "SIMPLE": int(self.simple),
-                "RUN": self.run,
-                "LINES": self.lines,
-                "TAPS": self.taps,
-                "WEIGHTED": int(self.weighted),
-            },
+            ELEMENT=dtype,
+            **macros_of(
+                self, "width", "axis", "sliding", "simple", "run", "lines", "taps", "weighted"
+            ),
         )
 
 
-class WindowSums:
+class WindowSums(Solver[WindowWork, WindowForm]):
     """Sums over windows of any kind, of images with 32-bit offsets."""
 
     name = "window_sums"
 
-    def why_not(self, work: WindowWork, device: CudaDevice) -> str | None:
-        """See `Family.why_not`."""
+    def solve(self, work: WindowWork, device: CudaDevice) -> WindowForm | str:
         if work.kind != "sums":
             return "no average"
-        return WindowForm.of(work).why_not()
-
-    def launches(self, work: WindowWork, device: CudaDevice) -> Fragment:
-        """See `Family.launches`."""
         form = WindowForm.of(work)
+        return form.why_not() or form
+
+    def fragment(self, work: WindowWork, device: CudaDevice, form: WindowForm) -> Fragment:
         shape = _Shape.of(form, work.dtype)
         if shape.sliding:
             args, grid = _sliding(form, shape.width, work.dtype, device)
@@ -108,15 +99,11 @@ class WindowSums:
             args = window_args(form, shape.width, items)
             grid = window_grid(args, BLOCK)
         launch = Launch(
-            shape.instance(work.dtype),
-            grid,
-            (BLOCK, 1, 1),
-            pack(args, x=work.x, y=work.y),
+            shape.instance(work.dtype), grid, (BLOCK, 1, 1), pack(args, x=work.x, y=work.y)
         )
         return Fragment(self.name, (launch,))
 
     def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`."""
         first = [(1, False, False, run, 0, 0) for run in (ANY, ANY_SHARED)]
         last = [
             *((2, True, simple, ANY, *sizes) for simple in (False, True) for sizes in SLIDING),

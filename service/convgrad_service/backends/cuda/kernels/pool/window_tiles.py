@@ -9,27 +9,21 @@ from typing import Any
 
 from convgrad.dtypes import FLOATING, INDEX, DType
 from convgrad_service.backends.cuda.arguments import pack
-from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
 from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES
 from convgrad_service.backends.cuda.kernels.pool.window_form import (
     LARGEST,
+    FromIndices,
     WindowForm,
-    checked,
     divider_of,
     widths,
 )
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice
-from convgrad_service.plans.cuda.program import (
-    Fragment,
-    Instance,
-    Launch,
-    ceil_div,
-)
+from convgrad_service.plans.cuda.program import Instance, Launch, ceil_div
 from convgrad_service.plans.cuda.works import WindowWork
 from convgrad_service.problems.windows import WindowAxis
 
-__all__ = ["Tiles", "WindowTiles", "tiles", "tiles_instances"]
+__all__ = ["WindowTiles"]
 
 BLOCK = 128
 # Positions along the last axis that a thread stores to, channels last.
@@ -89,13 +83,12 @@ def _tile_of(axis: WindowAxis) -> int | None:
     return axis.unit if tiled else None
 
 
-class WindowTiles:
+class WindowTiles(FromIndices[Tiles]):
     """Gradients of poolings whose windows are adjacent."""
 
     name = "window_tiles"
 
-    def why_not(self, work: WindowWork, device: CudaDevice) -> str | None:
-        """See `Family.why_not`."""
+    def solve(self, work: WindowWork, device: CudaDevice) -> Tiles | str:
         if work.kind == "maxima" or (work.kind == "sums" and work.by != "inputs"):
             return "no gradient"
         form = WindowForm.of(work)
@@ -103,84 +96,75 @@ class WindowTiles:
         if found is None:
             return "windows that overlap, leave gaps or differ in size"
         kind, width = found.shape(work.dtype)
-        if work.kind == "routes" and kind == PLANES:
-            return "one element of each plane"
-        lines = prod(found.tile[:2]) == 1 and width == 1
-        if work.kind == "routes" and kind == ROWS and lines:
-            return "windows of one line, which has no vectors"
-        return form.why_not()
+        if work.kind == "routes" and not self._moves:
+            if kind == PLANES:
+                return "one element of each plane"
+            if kind == ROWS and prod(found.tile[:2]) == width == 1:
+                return "windows of one line, which has no vectors"
+        return form.why_not() or found
 
-    def launches(self, work: WindowWork, device: CudaDevice) -> Fragment:
-        """See `Family.launches`."""
-        return checked(work, self.name, lambda bad: tiles(work, bad))
+    def launch(
+        self, work: WindowWork, device: CudaDevice, config: Tiles, bad: str | None
+    ) -> Launch:
+        found, form = config, config.form
+        kind, width = found.shape(work.dtype)
+        each = found.each(width) if kind == ROWS else 0
+        args = TilesArgs()
+        args.tile[:], args.x_size[:], args.y_size[:] = found.tile, form.x_size, form.y_size
+        items = [ceil_div(size, tile) for size, tile in zip(form.y_size, found.tile, strict=True)]
+        vectors, parts = form.inner // width if kind == CHANNELS else 1, 1
+        if kind == CHANNELS:
+            args.part = min(PART, found.tile[2])
+            parts = ceil_div(found.tile[2], args.part)
+        else:
+            items[2] = ceil_div(form.y_size[2], width)
+        args.items[:] = items
+        for i in range(3):
+            args.by_items[i], args.by_size[i] = divider_of(items[i]), divider_of(form.y_size[i])
+        args.inner, args.batch = form.inner, form.batch
+        args.by_vectors, args.by_tile = divider_of(vectors), divider_of(found.tile[2])
+        threads = form.y_size[2] if kind == PLANES else vectors * prod(items)
+        mode = SPREAD if work.kind == "sums" else MOVE if self._moves else ROUTE
+        lines = prod(found.tile[:2])
+        together = _together(work.dtype, mode, width, each, lines) if kind == ROWS else 1
+        batch = ceil_div(form.batch, together)
+        args.chunk = min(batch, (LARGEST - 2**16) // threads)
+        if 16 <= args.chunk < batch:
+            args.chunk -= args.chunk % 16  # chunks of planes start at whole vectors
+        args.threads = args.chunk * threads
+        if kind == PLANES:
+            args.threads = ceil_div(args.threads, width)
+        args.divisor, args.reciprocal = form.divisor, 1.0 / form.divisor
+        grid = ceil_div(args.threads, BLOCK), ceil_div(batch, args.chunk), parts
+        indices = None if mode == SPREAD else work.indices
+        return Launch(
+            _instance(work.dtype, work.index_dtype, (kind, width, each, together), mode),
+            grid,
+            (BLOCK, 1, 1),
+            pack(args, x=work.x, y=work.y, indices=indices, bad=bad),
+        )
 
     def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`."""
-        return tiles_instances(moves=False)
-
-
-def tiles(work: WindowWork, bad: str | None, *, moves: bool = False) -> Launch:
-    """Return the launch for work that has `Tiles`; ``moves`` is for max unpooling."""
-    form = WindowForm.of(work)
-    found = Tiles.of(form)
-    if found is None:
-        raise ValueError("windows that are not adjacent")
-    kind, width = found.shape(work.dtype)
-    each = found.each(width) if kind == ROWS else 0
-    args = TilesArgs()
-    args.tile[:], args.x_size[:], args.y_size[:] = found.tile, form.x_size, form.y_size
-    items = [ceil_div(size, tile) for size, tile in zip(form.y_size, found.tile, strict=True)]
-    vectors, parts = form.inner // width if kind == CHANNELS else 1, 1
-    if kind == CHANNELS:
-        args.part = min(PART, found.tile[2])
-        parts = ceil_div(found.tile[2], args.part)
-    else:
-        items[2] = ceil_div(form.y_size[2], width)
-    args.items[:] = items
-    for i in range(3):
-        args.by_items[i], args.by_size[i] = divider_of(items[i]), divider_of(form.y_size[i])
-    args.inner, args.batch = form.inner, form.batch
-    args.by_vectors, args.by_tile = divider_of(vectors), divider_of(found.tile[2])
-    threads = form.y_size[2] if kind == PLANES else vectors * prod(items)
-    mode = SPREAD if work.kind == "sums" else MOVE if moves else ROUTE
-    lines = prod(found.tile[:2])
-    together = _together(work.dtype, mode, width, each, lines) if kind == ROWS else 1
-    batch = ceil_div(form.batch, together)
-    args.chunk = min(batch, (LARGEST - 2**16) // threads)
-    if 16 <= args.chunk < batch:
-        args.chunk -= args.chunk % 16  # chunks of planes start at whole vectors
-    args.threads = args.chunk * threads
-    if kind == PLANES:
-        args.threads = ceil_div(args.threads, width)
-    args.divisor, args.reciprocal = form.divisor, 1.0 / form.divisor
-    grid = ceil_div(args.threads, BLOCK), ceil_div(batch, args.chunk), parts
-    indices = None if mode == SPREAD else work.indices
-    return Launch(
-        _instance(work.dtype, work.index_dtype, (kind, width, each, together), mode),
-        grid,
-        (BLOCK, 1, 1),
-        pack(args, x=work.x, y=work.y, indices=indices, bad=bad),
-    )
-
-
-def tiles_instances(*, moves: bool) -> list[Instance]:
-    """Return every instance that `tiles` uses."""
-    modes = ((MOVE, INDEX),) if moves else ((SPREAD, (DType.INT64,)), (ROUTE, INDEX))
-    found = []
-    for dtype in FLOATING:
-        wide = CHUNK_BYTES // dtype.itemsize
-        powers = [2**log for log in range(wide.bit_length())]
-        for mode, indices in modes:
-            shapes = [(CHANNELS, width, 0, 1) for width in widths(dtype)]
-            if mode != ROUTE:
-                shapes.append((PLANES, wide, 0, 1))
-            sides = [(width, each) for width in powers for each in (0, *EACH) if width >= each]
-            rows = {
-                (*side, _together(dtype, mode, *side, lines)) for side in sides for lines in (1, 2)
-            }
-            shapes += [(ROWS, *row) for row in sorted(rows)]
-            found += [_instance(dtype, index, shape, mode) for index in indices for shape in shapes]
-    return found
+        modes = ((MOVE, INDEX),) if self._moves else ((SPREAD, (DType.INT64,)), (ROUTE, INDEX))
+        found = []
+        for dtype in FLOATING:
+            wide = CHUNK_BYTES // dtype.itemsize
+            powers = [2**log for log in range(wide.bit_length())]
+            for mode, indices in modes:
+                shapes = [(CHANNELS, width, 0, 1) for width in widths(dtype)]
+                if mode != ROUTE:
+                    shapes.append((PLANES, wide, 0, 1))
+                sides = [(width, each) for width in powers for each in (0, *EACH) if width >= each]
+                rows = {
+                    (*side, _together(dtype, mode, *side, lines))
+                    for side in sides
+                    for lines in (1, 2)
+                }
+                shapes += [(ROWS, *row) for row in sorted(rows)]
+                found += [
+                    _instance(dtype, index, shape, mode) for index in indices for shape in shapes
+                ]
+        return found
 
 
 def _together(dtype: DType, mode: int, width: int, each: int, lines: int) -> int:
@@ -196,13 +180,11 @@ def _instance(dtype: DType, index: DType, shape: tuple[int, ...], mode: int) -> 
     kind, width, each, together = shape
     return Instance.of(
         "pool/window_tiles.cu",
-        {
-            "ELEMENT": CUDA_TYPES[dtype],
-            "INDEX": CUDA_TYPES[index],
-            "KIND": kind,
-            "WIDTH": width,
-            "MODE": mode,
-            "EACH": each,
-            "TOGETHER": together,
-        },
+        ELEMENT=dtype,
+        INDEX=index,
+        KIND=kind,
+        WIDTH=width,
+        MODE=mode,
+        EACH=each,
+        TOGETHER=together,
     )

@@ -56,13 +56,29 @@ def arguments_of(work: ConvWork) -> Any:
     return args.from_buffer_copy(packed.template)
 
 
-def launch_of(work: ConvWork, schedule: Schedule | None = None) -> Launch:
-    (launch,) = (
+def launches_of(work: ConvWork, schedule: Schedule | None = None) -> list[Launch]:
+    return [
         step
         for step in HopperGather(True, schedule).launches(work, H200).steps
         if isinstance(step, Launch) and step.instance.entry == "hopper_gather"
-    )
-    return launch
+    ]
+
+
+def launch_of(work: ConvWork, schedule: Schedule | None = None) -> Launch:
+    """Return the first launch; others have the same instance."""
+    first, *others = launches_of(work, schedule)
+    assert {one.instance for one in others} <= {first.instance}
+    return first
+
+
+@pytest.mark.parametrize(("stride", "counts"), [(2, [4]), (3, [5, 4]), (5, [7, 6, 6, 6])])
+def test_many_phases_are_several_launches(stride: int, counts: list[int]) -> None:
+    """The kernel parameters of a launch are at most 4 KB before CUDA 12.1."""
+    work = work_of("bwd_data", size=30, kernel=7, stride=stride)
+    args = structure("conv/hopper_gather.cuh", "HopperGatherArgs", MAPS=8)
+    packed = [one.arguments.packed for one in launches_of(work)]  # type: ignore[attr-defined]
+    assert [args.from_buffer_copy(one.template).phases for one in packed] == counts
+    assert all(len(one.template) <= 4096 for one in packed)
 
 
 @pytest.mark.parametrize("activation", ["none", "relu", "relu6", "silu"])

@@ -28,6 +28,8 @@ from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_args impo
 )
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_direct import (
     DIRECT_TILES,
+    THREADS,
+    VECTOR,
     DepthwiseWeightDirect,
     DirectTile,
     layouts,
@@ -338,14 +340,14 @@ def test_a_direct_layout_covers_everything(
     families = replace(FAMILIES, bwd_weight=[Asked(always=True)])
     (launch,) = plan_for(problem, H200, families).steps
     assert isinstance(launch, Launch)
-    assert launch.block[0] <= tile.threads
+    assert launch.block[0] <= THREADS
     plane = plane_of(seen[0])
     assert not isinstance(plane, str)
     for cost, layout in layouts(seen[0], plane, tile, H200):
         assert cost > 0
-        assert layout.units * layout.unit_warps * 32 <= tile.threads
+        assert layout.units * layout.unit_warps * 32 <= THREADS
         assert layout.unit_warps * 32 >= layout.vectors * layout.strips
-        assert layout.vectors * tile.vector % 4 == 0
+        assert layout.vectors * VECTOR % 4 == 0
         assert 1 <= layout.rows <= plane.output[0]
 
 
