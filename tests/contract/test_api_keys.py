@@ -20,7 +20,7 @@ from tritonclient.utils import InferenceServerException
 import convgrad
 from convgrad_service.backends.cpu import CpuBackend
 from convgrad_service.security.keys import hash_of, new_key
-from convgrad_service.server.embedded_app import create_app
+from convgrad_service.server.composition import create_app
 from convgrad_service.server.settings import Settings
 from tests.support.fake_backends import Zeros
 from tests.support.http_server import EXAMPLE, JSON

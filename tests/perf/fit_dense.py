@@ -262,7 +262,7 @@ def corrections(
 
 def corrected_us(one: Measured, every: Mapping[str, Correction]) -> float:
     """The expected time with its model's correction."""
-    if one.model not in every or one.line is None:
+    if one.model is None or one.line is None or one.model not in every:
         return one.expected_us
     return one.expected_us * float(every[one.model].factors(one.line[None])[0])
 

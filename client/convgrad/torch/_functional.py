@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 
+from convgrad.torch._drop_in import drop_in
 from convgrad.torch._ops import OPS
 
 __all__ = [
@@ -19,12 +21,12 @@ __all__ = [
     "conv_transpose1d",
     "conv_transpose2d",
     "conv_transpose3d",
-    "documented",
     "max_pool1d",
     "max_pool2d",
     "max_pool3d",
     "numeric_padding",
     "per_dimension",
+    "window",
 ]
 
 Sizes = int | Sequence[int]
@@ -48,8 +50,9 @@ def _make_conv(ndim: int) -> Callable[..., Tensor]:
         output = OPS.convolution(whole, weight, bias, steps, pads, gaps, False, [0] * ndim, groups)
         return output.squeeze(0) if unbatched else output
 
-    return documented(
+    return drop_in(
         conv,
+        getattr(torch.nn.functional, f"conv{ndim}d"),
         f"conv{ndim}d",
         f"""Convolution in {ndim}D, forward and backward on the backend.
 
@@ -109,8 +112,9 @@ def _make_conv_transpose(ndim: int) -> Callable[..., Tensor]:
         )
         return output.squeeze(0) if unbatched else output
 
-    return documented(
+    return drop_in(
         conv_transpose,
+        getattr(torch.nn.functional, f"conv_transpose{ndim}d"),
         f"conv_transpose{ndim}d",
         f"""Transposed convolution in {ndim}D, forward and backward on the backend.
 
@@ -142,7 +146,9 @@ def _make_conv_transpose(ndim: int) -> Callable[..., Tensor]:
     )
 
 
-def _make_max_pool(ndim: int) -> Callable[..., Tensor]:
+def _make_max_pool(ndim: int) -> Callable[..., Any]:
+    theirs = getattr(torch.nn.functional, f"max_pool{ndim}d")
+
     def max_pool(
         input: Tensor,
         kernel_size: Sizes,
@@ -150,9 +156,11 @@ def _make_max_pool(ndim: int) -> Callable[..., Tensor]:
         padding: Sizes = 0,
         dilation: Sizes = 1,
         ceil_mode: bool = False,
-    ) -> Tensor:
-        kernel = per_dimension(kernel_size, ndim)
-        steps = kernel if stride is None else per_dimension(stride, ndim)
+        return_indices: bool = False,
+    ) -> Any:
+        if return_indices:
+            return theirs(input, kernel_size, stride, padding, dilation, ceil_mode, True)
+        kernel, steps = window(kernel_size, stride, ndim)
         whole, unbatched = batched(input, ndim)
         output = OPS.max_pool(
             whole,
@@ -164,12 +172,13 @@ def _make_max_pool(ndim: int) -> Callable[..., Tensor]:
         )
         return output.squeeze(0) if unbatched else output
 
-    return documented(
+    return drop_in(
         max_pool,
+        theirs,
         f"max_pool{ndim}d",
         f"""Max pooling in {ndim}D, forward and backward on the backend, deterministic.
 
-    As ``torch.nn.functional.max_pool{ndim}d`` without ``return_indices``.
+    As ``torch.nn.functional.max_pool{ndim}d``.
 
     Parameters
     ----------
@@ -179,11 +188,13 @@ def _make_max_pool(ndim: int) -> Callable[..., Tensor]:
         One value, or one per spatial dimension; ``stride`` defaults to ``kernel_size``.
     ceil_mode : bool
         Round the output's size up.
+    return_indices : bool
+        Also return the flat index of each maximum in its plane; PyTorch computes the forward pass.
 
     Returns
     -------
-    Tensor
-        (N, C, *out).
+    Tensor, or tuple of Tensor
+        (N, C, *out); with ``return_indices`` the indices too.
 
     Raises
     ------
@@ -201,21 +212,34 @@ def per_dimension(value: Sizes, ndim: int) -> list[int]:
     ValueError
         There are neither one nor ``ndim`` values.
     """
-    values = [value] if isinstance(value, int) else list(value)
+    given: list[Any] = list(value) if isinstance(value, Sequence) else [value]
+    values: list[int] = [int(each) if isinstance(each, np.integer) else each for each in given]
     if len(values) not in (1, ndim):
         raise ValueError(f"got {len(values)} values, {values}; expected one, or {ndim}")
     return values * ndim if len(values) == 1 else values
 
 
-def autocast(
-    input: Tensor, weight: Tensor, bias: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Cast the tensors to autocast's dtype if autocast is enabled."""
-    kind = input.device.type
-    if torch.is_autocast_enabled(kind) and input.is_floating_point():
-        dtype = torch.get_autocast_dtype(kind)
-        return input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    return input, weight, bias
+def window(kernel_size: Sizes, stride: Sizes | None, ndim: int) -> tuple[list[int], list[int]]:
+    """Return a pooling's kernel size and stride, which is the kernel size if None or empty."""
+    kernel = per_dimension(kernel_size, ndim)
+    if stride is None or (isinstance(stride, Sequence) and not stride):
+        return kernel, kernel
+    return kernel, per_dimension(stride, ndim)
+
+
+def autocast(*tensors: Tensor | None) -> list[Any]:
+    """Cast tensors to autocast's dtype as PyTorch does: float64 and integers stay as they are."""
+    found: list[Any] = []
+    for tensor in tensors:
+        if (
+            tensor is not None
+            and torch.is_autocast_enabled(tensor.device.type)
+            and tensor.is_floating_point()
+            and tensor.dtype is not torch.float64
+        ):
+            tensor = tensor.to(torch.get_autocast_dtype(tensor.device.type))
+        found.append(tensor)
+    return found
 
 
 def batched(input: Tensor, ndim: int) -> tuple[Tensor, bool]:
@@ -250,12 +274,6 @@ def numeric_padding(
     if any(uneven):
         input = torch.nn.functional.pad(input, uneven)
     return input, [each // 2 for each in total]
-
-
-def documented(function: Any, name: str, text: str) -> Callable[..., Tensor]:
-    function.__name__ = function.__qualname__ = name
-    function.__doc__ = text
-    return function  # type: ignore[no-any-return]
 
 
 conv1d, conv2d, conv3d = map(_make_conv, (1, 2, 3))

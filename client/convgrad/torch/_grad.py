@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from convgrad.torch._drop_in import drop_in, foreign
 from convgrad.torch._functional import Sizes, per_dimension
 from convgrad.torch._ops import OPS
 
@@ -61,6 +62,10 @@ def convolution_backward(
         The sizes contradict each other, or the backend failed.
     """
     ndim = input.dim() - 2
+    if foreign((grad_output, input, weight)) is not None:
+        theirs: Any = torch.ops.aten.convolution_backward
+        rest = stride, padding, dilation, transposed, output_padding, groups, output_mask
+        return theirs(grad_output, input, weight, bias_sizes, *rest)  # type: ignore[no-any-return]
     found = OPS.convolution_backward(
         grad_output,
         input,
@@ -96,7 +101,7 @@ def _make_input(ndim: int) -> Callable[..., Tensor]:
         )
         return found[0]
 
-    return _named(conv_input, f"conv{ndim}d_input", "input", "``input_size`` is its full shape.")
+    return _named(conv_input, f"conv{ndim}d_input", "input")
 
 
 def _make_weight(ndim: int) -> Callable[..., Tensor]:
@@ -116,22 +121,19 @@ def _make_weight(ndim: int) -> Callable[..., Tensor]:
         )
         return found[1]
 
-    return _named(
-        conv_weight, f"conv{ndim}d_weight", "weight", "``weight_size`` is its full shape."
-    )
+    return _named(conv_weight, f"conv{ndim}d_weight", "weight")
 
 
 def _steps(ndim: int, *values: Sizes) -> list[list[int]]:
     return [per_dimension(value, ndim) for value in values]
 
 
-def _named(function: Any, name: str, what: str, more: str) -> Callable[..., Tensor]:
-    function.__name__ = function.__qualname__ = name
-    function.__doc__ = (
+def _named(function: Any, name: str, what: str) -> Callable[..., Tensor]:
+    document = (
         f"Compute the gradient of a convolution with respect to its {what}, as "
-        f"``torch.nn.grad.{name}``. {more}"
+        f"``torch.nn.grad.{name}``. ``{what}_size`` is its full shape."
     )
-    return function  # type: ignore[no-any-return]
+    return drop_in(function, getattr(torch.nn.grad, name), name, document)
 
 
 conv1d_input, conv2d_input, conv3d_input = map(_make_input, (1, 2, 3))

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
+from torch.nn import functional
 
-from convgrad.torch._functional import Sizes, batched, documented, per_dimension
+from convgrad.torch._drop_in import drop_in
+from convgrad.torch._functional import Sizes, batched, per_dimension, window
 from convgrad.torch._pool_ops import OPS
 
 __all__ = [
@@ -44,8 +47,7 @@ def _make_avg_pool(ndim: int) -> Callable[..., Tensor]:
         count_include_pad: bool = True,
         divisor_override: int | None = None,
     ) -> Tensor:
-        kernel = per_dimension(kernel_size, ndim)
-        steps = kernel if stride is None else per_dimension(stride, ndim)
+        kernel, steps = window(kernel_size, stride, ndim)
         pads = per_dimension(padding, ndim)
         whole, unbatched = batched(input, ndim)
         output = OPS.avg_pool(
@@ -53,8 +55,9 @@ def _make_avg_pool(ndim: int) -> Callable[..., Tensor]:
         )
         return output.squeeze(0) if unbatched else output
 
-    return documented(
+    return drop_in(
         avg_pool,
+        _avg_pool1d if ndim == 1 else getattr(functional, f"avg_pool{ndim}d"),
         f"avg_pool{ndim}d",
         f"""Average pooling in {ndim}D, forward and backward on the backend, deterministic.
 
@@ -88,8 +91,9 @@ def _make_adaptive_avg_pool(ndim: int) -> Callable[..., Tensor]:
         output: Tensor = OPS.adaptive_avg_pool(whole, _asked(whole, output_size))
         return output.squeeze(0) if unbatched else output
 
-    return documented(
+    return drop_in(
         adaptive_avg_pool,
+        getattr(functional, f"adaptive_avg_pool{ndim}d"),
         f"adaptive_avg_pool{ndim}d",
         f"""Adaptive average pooling in {ndim}D, forward and backward on the backend, deterministic.
 
@@ -121,8 +125,9 @@ def _make_adaptive_max_pool(ndim: int) -> Callable[..., Any]:
             output, indices = output.squeeze(0), indices.squeeze(0)
         return (output, indices) if return_indices else output
 
-    return documented(
+    return drop_in(
         adaptive_max_pool,
+        getattr(functional, f"adaptive_max_pool{ndim}d"),
         f"adaptive_max_pool{ndim}d",
         f"""Adaptive max pooling in {ndim}D, forward and backward on the backend, deterministic.
 
@@ -155,8 +160,7 @@ def _make_max_unpool(ndim: int) -> Callable[..., Tensor]:
         padding: Sizes = 0,
         output_size: Sequence[int] | None = None,
     ) -> Tensor:
-        kernel = per_dimension(kernel_size, ndim)
-        steps = kernel if stride is None else per_dimension(stride, ndim)
+        kernel, steps = window(kernel_size, stride, ndim)
         pads = per_dimension(padding, ndim)
         whole, unbatched = batched(input, ndim)
         places, _ = batched(indices, ndim)
@@ -168,8 +172,9 @@ def _make_max_unpool(ndim: int) -> Callable[..., Tensor]:
         output = OPS.max_unpool(whole, places, kernel, steps, pads, size)
         return output.squeeze(0) if unbatched else output
 
-    return documented(
+    return drop_in(
         max_unpool,
+        getattr(functional, f"max_unpool{ndim}d"),
         f"max_unpool{ndim}d",
         f"""Max unpooling in {ndim}D, forward and backward on the backend, deterministic.
 
@@ -193,11 +198,27 @@ def _make_max_unpool(ndim: int) -> Callable[..., Tensor]:
     )
 
 
+def _avg_pool1d(
+    input: Tensor,
+    kernel_size: Sizes,
+    stride: Sizes | None = None,
+    padding: Sizes = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+) -> Any:
+    """Compute it by PyTorch in 2D: in 1D it has no ``divisor_override``."""
+    kernel, steps = window(kernel_size, stride, 1)
+    sizes = (1, *kernel), (1, *steps), (0, *per_dimension(padding, 1))
+    rest = ceil_mode, count_include_pad, divisor_override
+    return functional.avg_pool2d(input.unsqueeze(-2), *sizes, *rest).squeeze(-2)
+
+
 def _asked(input: Tensor, output_size: int | Sequence[int | None]) -> list[int]:
     """Return a size for each spatial dimension, with None replaced by the input's."""
     extents = list(input.shape[2:])
-    if isinstance(output_size, int):
-        return [output_size] * len(extents)
+    if isinstance(output_size, (int, np.integer)):
+        return [int(output_size)] * len(extents)
     if len(output_size) != len(extents):
         raise ValueError(
             f"output_size has {len(output_size)} values; expected one, or {len(extents)}"

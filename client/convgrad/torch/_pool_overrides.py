@@ -17,13 +17,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
-from torch.autograd import forward_ad
 
 from convgrad.errors import ServiceError
 from convgrad.torch._choice import CHOICE, left_to_pytorch, shapes, takes_forward
 from convgrad.torch._pool_passes import POOL_BACKWARDS, POOL_FORWARDS
 from convgrad.torch._prepared import computable
 from convgrad.torch._report import count_left
+from convgrad.torch._tensors import is_transformed
 
 __all__ = ["POOLINGS", "POOLING_COMPOSITIONS", "Own"]
 
@@ -75,10 +75,7 @@ def _with_indices(
 def _observed(tensor: Tensor) -> bool:
     """Return whether more than ATen's first derivatives are asked of an operator."""
     return (
-        type(tensor) is not Tensor
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or forward_ad._current_level >= 0
+        type(tensor) is not Tensor or torch._C._len_torch_dispatch_stack() > 0 or is_transformed()
     )
 
 

@@ -8,11 +8,11 @@ from typing import Any, TypeAlias
 import torch
 
 from convgrad.torch._backends import Backend, Operation, named
+from convgrad.torch._drop_in import drop_in
 from convgrad.torch._functional import (
     Sizes,
     autocast,
     batched,
-    documented,
     numeric_padding,
     per_dimension,
 )
@@ -135,16 +135,30 @@ def _make(ndim: int) -> Callable[..., Tensor]:
         padding: Sizes | str = 0,
         dilation: Sizes = 1,
     ) -> Tensor:
-        input, depthwise, bias = autocast(input, depthwise, bias)
-        _, pointwise, _ = autocast(input, pointwise, None)
+        input, depthwise, pointwise, bias = autocast(input, depthwise, pointwise, bias)
         steps, gaps = per_dimension(stride, ndim), per_dimension(dilation, ndim)
         whole, unbatched = batched(input, ndim)
         whole, pads = numeric_padding(whole, padding, depthwise, steps, gaps)
         output = OPS.separable_convolution(whole, depthwise, pointwise, bias, steps, pads, gaps)
         return output.squeeze(0) if unbatched else output
 
-    return documented(
+    def composed(
+        input: Tensor,
+        depthwise: Tensor,
+        pointwise: Tensor,
+        bias: Tensor | None = None,
+        stride: Sizes = 1,
+        padding: Sizes | str = 0,
+        dilation: Sizes = 1,
+    ) -> Any:
+        convolution = getattr(torch.nn.functional, f"conv{ndim}d")
+        groups = input.shape[-ndim - 1]
+        between = convolution(input, depthwise, None, stride, padding, dilation, groups)
+        return convolution(between, pointwise, bias)
+
+    return drop_in(
         separable_conv,
+        composed,
         f"separable_conv{ndim}d",
         f"""Depthwise-separable convolution in {ndim}D, forward and backward on the backend.
 

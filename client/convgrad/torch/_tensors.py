@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.autograd import forward_ad
 
 __all__ = [
     "DTYPES",
@@ -17,6 +18,7 @@ __all__ = [
     "dense",
     "dtype_name",
     "is_channels_last",
+    "is_transformed",
     "to_numpy",
     "to_torch",
     "torch_order",
@@ -46,15 +48,32 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def is_channels_last(*tensors: torch.Tensor) -> bool:
-    """Return whether any tensor is channels last and not also contiguous.
+    """Return whether any tensor is channels last, or a part of one, and not also contiguous.
 
     PyTorch's convolutions choose their memory format by the same rule.
     """
     return any(
-        tensor.dim() in _FORMATS
-        and not tensor.is_contiguous()
-        and tensor.is_contiguous(memory_format=_FORMATS[tensor.dim()])
+        tensor.dim() in _FORMATS and not tensor.is_contiguous() and _is_like_last(tensor)
         for tensor in tensors
+    )
+
+
+def _is_like_last(tensor: torch.Tensor) -> bool:
+    """Return whether the order of the strides is channels last, as ATen decides it."""
+    strides: tuple[int, ...] = tensor.stride()
+    least = 0
+    for dim in (1, *range(tensor.dim() - 1, 1, -1), 0):
+        # Of an image of one pixel and one channel, either order is possible.
+        if strides[dim] < least or (dim == 0 and least == strides[1]):
+            return False
+        least = strides[dim] * max(tensor.shape[dim], 1)
+    return bool(strides[1])
+
+
+def is_transformed() -> bool:
+    """Return whether a transform of functorch, or forward-mode differentiation, is active."""
+    return (
+        torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
     )
 
 

@@ -51,6 +51,11 @@ class use:  # noqa: N801 - called like a function, as torch.no_grad is
         Time each call for `report`: on a GPU from Python and by events on the stream, which costs
         the host some tens of microseconds a call.
 
+    Raises
+    ------
+    TypeError
+        ``backend`` is no backend.
+
     Examples
     --------
     >>> convgrad.torch.use(convgrad.torch.Local())  # until the next call
@@ -61,6 +66,9 @@ class use:  # noqa: N801 - called like a function, as torch.no_grad is
     def __init__(
         self, backend: Backend | None, *, fallback: bool = True, time_calls: bool = False
     ) -> None:
+        given: Any = backend
+        if given is not None and (isinstance(given, type) or not hasattr(given, "prepare")):
+            raise TypeError(f"expected a backend, such as Local(), or None; got {backend!r}")
         _override_once()
         self._before = CHOICE.backend, CHOICE.fallback
         if backend is not None and time_calls:

@@ -76,11 +76,9 @@ class _MaxPool(_Mixin):
     function: ClassVar[Callable[..., Tensor]]
 
     def forward(self, input: Tensor) -> Any:
-        """As the module of torch.nn, which computes it where ``return_indices`` is set."""
-        if self.return_indices:
-            return super().forward(input)
+        """As the module of torch.nn."""
         window = self.kernel_size, self.stride, self.padding, self.dilation
-        return self.function(input, *window, self.ceil_mode)
+        return self.function(input, *window, self.ceil_mode, self.return_indices)
 
 
 class _AvgPool(_Mixin):

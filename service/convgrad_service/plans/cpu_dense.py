@@ -19,14 +19,14 @@ __all__ = ["Dense", "Tiles", "dense_of", "gather_tiles", "weight_chunks", "weigh
 SLAB_BYTES = 256 * 1024
 TASKS_PER_THREAD = 12
 # Pixels (the K dimension) of a weight gradient's cache block. At 64 bytes of A and 128 bytes of B
-# per pixel, a register tile's operands fill two thirds of the L1 cache.
-GROUP_PIXELS = 170
+# per pixel, a register tile's operands fill four fifths of a 48 KB L1 cache.
+GROUP_PIXELS = 200
 # Limits on the number and total size of partial weight gradients, since each is cleared and then
 # read for the reduction.
 PARTIALS = 8
 PARTIAL_BYTES = 4 * 1024 * 1024
 SHARE_CHANNELS = 256
-SEGMENT_BYTES = 24
+SEGMENT_BYTES, PIECE_BYTES = 24, 48
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +207,12 @@ def weight_tiles(
         while tile_rows < dense.output[h] and tile_bytes(tile_rows + 1, tile_columns) <= SLAB_BYTES:
             tile_rows += 1
     group_rows = min(tile_rows, max(1, GROUP_PIXELS // tile_columns))
+    # Several small planes, so that the sums are loaded and stored less often.
+    planes = 1
+    if tile_rows == dense.output[h] and tile_columns == dense.output[w]:
+        fitting = SLAB_BYTES // tile_bytes(tile_rows, tile_columns)
+        planes = min(fitting, GROUP_PIXELS // (tile_rows * tile_columns))
+        planes = max(1, min(planes, dense.batch * dense.output[d]))
 
     k_share, c_share = min(channels_k, SHARE_CHANNELS), channels_c
     if channels_c > SHARE_CHANNELS:
@@ -222,13 +228,13 @@ def weight_tiles(
 
     y_pixel, x_pixel = _weight_pixel(k_share, sum_bytes), _weight_pixel(c_share, sum_bytes)
     scratch = (
-        group_rows * SEGMENT_BYTES
-        + tile_rows * tile_columns * y_pixel * sum_bytes
-        + slab_pixels(tile_rows, tile_columns) * x_pixel * sum_bytes
-        + 3 * 64
+        planes * (group_rows * SEGMENT_BYTES + PIECE_BYTES)
+        + planes * tile_rows * tile_columns * y_pixel * sum_bytes
+        + planes * slab_pixels(tile_rows, tile_columns) * x_pixel * sum_bytes
+        + 4 * 64
     )
     return Tiles(
-        block=(chunks, tile_rows, tile_columns, group_rows, k_share, c_share),
+        block=(chunks, tile_rows, tile_columns, group_rows, k_share, c_share, planes),
         scratch_bytes=max(scratch, 64 * 128 * sum_bytes),
         workspace_bytes=chunks * dense.groups * dense.taps * channels_k * padded_c * sum_bytes,
         tasks=max(chunks * dense.groups * shares(), dense.groups * channels_k),

@@ -65,9 +65,9 @@ def gather_steps(
 
 def weight_steps(dense: Dense, tiles: Tiles, *, sum_bytes: int) -> float:
     """Return the cost of a dense weight gradient: packing the tiles, and testing every tap."""
-    _, rows, columns, group_rows, k_share, c_share = tiles.block
+    _, rows, columns, group_rows, k_share, c_share, planes = tiles.block
     shares = -(-dense.out_channels // k_share) * -(-dense.in_channels // c_share)
     depth, height, width = dense.output
     visits = dense.batch * dense.groups * shares * depth * -(-height // rows) * -(-width // columns)
     asked = dense.taps * (-(-rows // group_rows) + rows)
-    return visits * (tiles.scratch_bytes / sum_bytes + LOOK_STEPS * asked)
+    return visits * (tiles.scratch_bytes / planes / sum_bytes + LOOK_STEPS * asked)

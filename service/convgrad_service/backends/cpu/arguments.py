@@ -13,17 +13,27 @@ from convgrad.dtypes import DType
 from convgrad_service.plans.cpu_dense import dense_of
 from convgrad_service.problems.geometry import ConvShape
 
-__all__ = ["DTYPE_CODES", "Control", "ConvArgs", "View", "aligned_empty", "conv_args", "view_of"]
+__all__ = [
+    "DTYPE_CODES",
+    "Control",
+    "ConvArgs",
+    "View",
+    "address_of",
+    "aligned_empty",
+    "conv_args",
+    "view_of",
+]
 
 DTYPE_CODES = {DType.FLOAT16: 0, DType.BFLOAT16: 1, DType.FLOAT32: 2, DType.FLOAT64: 3}
 _CODE_OF = {dtype.numpy: code for dtype, code in DTYPE_CODES.items()}
 PHASES = 6
+_Strides = ctypes.c_int64 * 6
 
 
 class View(ctypes.Structure):
     """A strided view of at most six dimensions, strides in elements. Null if absent."""
 
-    _fields_ = (("data", ctypes.c_void_p), ("stride", ctypes.c_int64 * 6))
+    _fields_ = (("data", ctypes.c_void_p), ("stride", _Strides))
 
 
 class ConvArgs(ctypes.Structure):
@@ -73,15 +83,23 @@ def view_of(array: NDArray[Any] | None, lead: int = 0) -> View:
     If ``lead`` is not 0, the dimensions after the first ``lead`` are spatial, and are padded in
     front with extents of 1 so that every convolution has three spatial dimensions.
     """
-    view = View()
     if array is None:
-        return view
-    strides = [stride // array.itemsize for stride in array.strides]
+        return View()
+    return View(address_of(array), _strides(array.strides, array.itemsize, lead))
+
+
+@lru_cache(maxsize=4096)
+def _strides(strides: tuple[int, ...], itemsize: int, lead: int) -> ctypes.Array[ctypes.c_int64]:
+    elements = [stride // itemsize for stride in strides]
     if lead:
-        strides[lead:lead] = [0] * (lead + 3 - len(strides))
-    view.data = array.__array_interface__["data"][0]  # three times as fast as array.ctypes
-    view.stride[: len(strides)] = strides
-    return view
+        elements[lead:lead] = [0] * (lead + 3 - len(elements))
+    return _Strides(*elements)
+
+
+def address_of(array: NDArray[Any]) -> int:
+    """Return the address of an array's first element, three times as fast as ``array.ctypes``."""
+    address: int = array.__array_interface__["data"][0]
+    return address
 
 
 def conv_args(conv: ConvShape, dtype: np.dtype[Any], result_dtype: np.dtype[Any]) -> ConvArgs:
@@ -108,5 +126,5 @@ def _numbers(conv: ConvShape, dtype: np.dtype[Any], result_dtype: np.dtype[Any])
 def aligned_empty(size_bytes: int) -> NDArray[np.uint8]:
     """Return uninitialised bytes aligned to 64 bytes, for vector stores."""
     raw = np.empty(size_bytes + 64, np.uint8)
-    start = -raw.__array_interface__["data"][0] % 64
+    start = -address_of(raw) % 64
     return raw[start : start + size_bytes]

@@ -116,6 +116,6 @@ class CpuBackend(OnHost):
 
 def _in_elements(array: NDArray[Any]) -> NDArray[Any]:
     """Return the array, or a copy if its strides are not multiples of the element size."""
-    if any(stride % array.itemsize for stride in array.strides):
-        return np.ascontiguousarray(array)
-    return array
+    if array.flags.c_contiguous or not any(stride % array.itemsize for stride in array.strides):
+        return array
+    return np.ascontiguousarray(array)

@@ -9,15 +9,17 @@ from __future__ import annotations
 import ctypes
 import threading
 import weakref
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
 
 from convgrad.errors import DeadlineExceeded
 from convgrad_service.backends.base import Cancellation
-from convgrad_service.backends.cpu.arguments import Control, aligned_empty
+from convgrad_service.backends.cpu.arguments import Control, address_of, aligned_empty
 from convgrad_service.backends.cpu.library import Kernel, team_function
 from convgrad_service.thread_priority import give_way
 
@@ -27,6 +29,7 @@ CANCEL_POLL_S = 0.01
 # `Team` in kernels/team.cpp: six words, then six for each slot.
 TEAM_SLOTS = 16
 TEAM_WORDS = 6 + 6 * TEAM_SLOTS
+_size = attrgetter("size")
 
 
 class Workspaces:
@@ -37,22 +40,21 @@ class Workspaces:
 
     def __init__(self, keep_bytes: int) -> None:
         self._keep_bytes = keep_bytes
-        self._free: list[NDArray[np.uint8]] = []
+        self._free: list[NDArray[np.uint8]] = []  # by size
         self._lock = threading.Lock()
 
     def take(self, size_bytes: int) -> NDArray[np.uint8]:
         """Return an uninitialised buffer of at least this many bytes, 64-byte aligned."""
         with self._lock:
-            fitting = [index for index, one in enumerate(self._free) if one.size >= size_bytes]
-            if fitting:
-                return self._free.pop(min(fitting, key=lambda index: self._free[index].size))
+            index = bisect_left(self._free, size_bytes, key=_size)
+            if index < len(self._free):
+                return self._free.pop(index)
         return aligned_empty(max(size_bytes, 1))
 
     def give(self, buffer: NDArray[np.uint8]) -> None:
         """Return a buffer to the cache."""
         with self._lock:
-            self._free.append(buffer)
-            self._free.sort(key=lambda one: one.size)
+            insort(self._free, buffer, key=_size)
             while sum(one.size for one in self._free) > self._keep_bytes:
                 self._free.pop()  # evict the largest, to keep many small ones
 
@@ -115,16 +117,15 @@ class Workers:
         except IndexError:
             slot, threads = None, 1  # all slots in use: enough launches to occupy the CPU
         buffers = [self.workspaces.take(scratch_bytes) for _ in range(threads)]
-        scratch = (ctypes.c_void_p * threads)(*(buffer.ctypes.data for buffer in buffers))
+        scratch = (ctypes.c_void_p * threads)(*map(address_of, buffers))
         addresses = ctypes.addressof(args), ctypes.addressof(control)
         try:
             with _UNWATCHED if cancelled is None else _watching(cancelled, control):
                 if slot is None or threads == 1:
                     kernel(*addresses, scratch[0] or 0)
                 else:
-                    entry = ctypes.cast(kernel, ctypes.c_void_p)  # type: ignore[arg-type]
                     team = ctypes.addressof(self._team)
-                    self._run(team, slot, entry, *addresses, scratch, threads - 1)
+                    self._run(team, slot, kernel, *addresses, scratch, threads - 1)
         finally:
             if slot is not None:
                 self._free_slots.append(slot)

@@ -13,7 +13,9 @@
 // channels. A task computes one tile of pixels for some channel blocks. It packs the source region
 // of the tile into a slab (channels last, widened, zero-padded in W), runs brgemm_tile for each
 // row, and writes the staged tile in the result's layout. Rows and planes outside the tensor are
-// skipped, not multiplied.
+// skipped, not multiplied. A source that is stored as the slab would be, and of which no tap reads
+// beyond the ends of a row, is read in place, and a result that is stored as the stage is, is
+// written at once.
 //
 // Phase 0 packs the weights into panels [tap][source channel][tile columns].
 //
@@ -40,8 +42,9 @@ struct Gather {
   const ConvArgs& args;
   Axis d, h, w;
   View source, weight, result;  // weight dimensions 1 and 2: result and source channels
-  i64 source_channels, result_channels, blocks, taps, pixel;
-  i64 slab_row, slab_plane;
+  i64 source_channels, result_channels, blocks, taps;
+  bool reads_in_place;
+  i64 pixel, slab_row, slab_plane;
   i64 stage_w, stage_h;  // tile pixels along W and H
   T* panels;
   i64 panel;  // elements of one panel
@@ -62,9 +65,12 @@ struct Gather {
     }
     blocks = (result_channels + kColumns - 1) / kColumns;
     taps = d.taps * h.taps * w.taps;
-    pixel = a.block[4];
-    slab_row = w.slab() * pixel;
-    slab_plane = h.slab() * slab_row;
+    const i64 last_step = (w.result + w.phases - 1) / w.phases - 1;
+    reads_in_place = in_place<E>(source) && w.lowest >= 0 &&
+                     last_step * w.step + w.highest < w.source;
+    pixel = reads_in_place ? source.stride[5] : a.block[4];
+    slab_row = reads_in_place ? source.stride[4] : w.slab() * pixel;
+    slab_plane = reads_in_place ? source.stride[3] : h.slab() * slab_row;
     stage_w = least(w.tile * w.phases, w.result);
     stage_h = least(h.tile * h.phases, h.result);
     panels = static_cast<T*>(a.workspace);
@@ -74,7 +80,8 @@ struct Gather {
     segments = reinterpret_cast<Segment*>(at);
     at += (taps * static_cast<i64>(sizeof(Segment)) + 63) / 64 * 64;
     slab = reinterpret_cast<T*>(at);
-    at += (d.slab() * slab_plane * static_cast<i64>(sizeof(T)) + 127) / 64 * 64;
+    const i64 packed = d.slab() * h.slab() * w.slab() * a.block[4];
+    at += (packed * static_cast<i64>(sizeof(T)) + 127) / 64 * 64;
     stage = reinterpret_cast<T*>(at);
     at += stage_d() * stage_h * stage_w * kColumns * static_cast<i64>(sizeof(T));
     scratch_needed = at - static_cast<char*>(scratch);
@@ -118,20 +125,25 @@ struct Gather {
     return t * weight.stride[3] + r * weight.stride[4] + s * weight.stride[5];
   }
 
-  // Packs the source region of one tile into the slab.
-  void pack_slab(i64 n, i64 g, i64 d0, i64 h0, i64 w0, i64 w_steps) const {
+  // Returns the source region of one tile, packed into the slab if it is not read in place.
+  const T* region_of(i64 n, i64 g, i64 d0, i64 h0, i64 w0, i64 w_steps) const {
     const S* base =
         static_cast<const S*>(source.data) + n * source.stride[0] + g * source.stride[1];
+    if (reads_in_place) {
+      return reinterpret_cast<const T*>(base + (d0 * d.step + d.lowest) * slab_plane +
+                                        (h0 * h.step + h.lowest) * slab_row +
+                                        (w0 * w.step + w.lowest) * pixel);
+    }
     const i64 width = (w_steps - 1) * w.step + w.highest - w.lowest + 1;
     const i64 left = w0 * w.step + w.lowest;  // source coordinate of the slab's first column
     const i64 begin = least(most(left, 0), left + width);
     const i64 end = most(least(left + width, w.source), begin);
     for (i64 z = 0; z < d.slab(); ++z) {
       const i64 source_d = d0 * d.step + d.lowest + z;
-      if (source_d < 0 || source_d >= d.source) continue;
+      if (source_d < 0 || source_d >= d.source || !d.reads(z)) continue;
       for (i64 y = 0; y < h.slab(); ++y) {
         const i64 source_h = h0 * h.step + h.lowest + y;
-        if (source_h < 0 || source_h >= h.source) continue;
+        if (source_h < 0 || source_h >= h.source || !h.reads(y)) continue;
         T* row = slab + z * slab_plane + y * slab_row;
         const i64 before = begin - left, after = left + width - end;
         __builtin_memset(row, 0, before * pixel * sizeof(T));
@@ -142,30 +154,29 @@ struct Gather {
         __builtin_memset(row + (before + end - begin) * pixel, 0, after * pixel * sizeof(T));
       }
     }
+    return slab;
   }
 
-  // Lists the valid taps of one row and phase. Taps that are contiguous in both slab and panel are
+  // Lists the valid taps of one row and phase, without those that read only padding in all steps
+  // from `first_step` to `last_step` along W. Taps that are contiguous in both slab and panel are
   // merged into one segment.
-  i64 list_taps(i64 jd, i64 d0, i64 fd, i64 jh, i64 h0, i64 fh, i64 fw) const {
+  i64 list_taps(i64 jd, i64 d0, Progression t, i64 jh, i64 h0, const Progression& taps_h,
+                const Progression& taps_w, i64 first_step, i64 last_step) const {
     i64 count = 0;
     const i64 tap_row = source_channels * kColumns;
-    for (i64 t = 0; t < d.taps; ++t) {
-      i64 base_d;
-      if (!d.base(fd, t, &base_d)) continue;
-      const i64 source_d = jd * d.step + base_d;
+    for (; t.tap < d.taps; t.advance()) {
+      const i64 source_d = jd * d.step + t.base;
       if (source_d < 0 || source_d >= d.source) continue;
       const i64 z = source_d - (d0 * d.step + d.lowest);
-      for (i64 r = 0; r < h.taps; ++r) {
-        i64 base_h;
-        if (!h.base(fh, r, &base_h)) continue;
-        const i64 source_h = jh * h.step + base_h;
+      for (Progression r = taps_h; r.tap < h.taps; r.advance()) {
+        const i64 source_h = jh * h.step + r.base;
         if (source_h < 0 || source_h >= h.source) continue;
         const i64 y = source_h - (h0 * h.step + h.lowest);
-        for (i64 s = 0; s < w.taps; ++s) {
-          i64 base_w;
-          if (!w.base(fw, s, &base_w)) continue;
-          const i64 a = z * slab_plane + y * slab_row + (base_w - w.lowest) * pixel;
-          const i64 b = ((t * h.taps + r) * w.taps + s) * tap_row;
+        for (Progression s = taps_w; s.tap < w.taps; s.advance()) {
+          if (last_step * w.step + s.base < 0) continue;
+          if (first_step * w.step + s.base >= w.source) continue;
+          const i64 a = z * slab_plane + y * slab_row + (s.base - w.lowest) * pixel;
+          const i64 b = ((t.tap * h.taps + r.tap) * w.taps + s.tap) * tap_row;
           if (count > 0) {
             Segment& last = segments[count - 1];
             if (last.a + last.k == a && last.b + last.k * kColumns == b) {
@@ -183,51 +194,71 @@ struct Gather {
   void run_tile(i64 n, i64 g, i64 td, i64 th, i64 tw, i64 first_block, i64 last_block) const {
     const i64 d0 = td * d.tile, h0 = th * h.tile, w0 = tw * w.tile;
     const i64 w_steps = least(w.tile, (w.result + w.phases - 1) / w.phases - w0);
-    pack_slab(n, g, d0, h0, w0, w_steps);
+    const T* region = region_of(n, g, d0, h0, w0, w_steps);
     const i64 ud0 = d0 * d.phases, ud1 = least(ud0 + d.tile * d.phases, d.result);
     const i64 uh0 = h0 * h.phases, uh1 = least(uh0 + h.tile * h.phases, h.result);
     const i64 uw0 = w0 * w.phases, uw1 = least(uw0 + w.tile * w.phases, w.result);
     const i64 width = uw1 - uw0;
     // Rows of pixels with contiguous channels are written as soon as they are computed.
     const bool in_rows = result.stride[2] == 1;
+    const bool far = w.highest - w.lowest >= kTileRows;
+    const bool plain = in_place<E>(result) && args.alpha == 1 && !args.bias.data &&
+                       !(args.accumulate.data && args.beta != 0);
     for (i64 block = first_block; block < last_block; ++block) {
       const i64 columns = least(kColumns, result_channels - block * kColumns);
       const int vectors = columns > kLanes<T> ? 2 : 1;
+      const bool at_once = plain && columns == vectors * kLanes<T>;
+      const i64 stored = at_once ? result.stride[5] : kColumns;
       Product<T> product{nullptr, w.step * pixel, 1,
                          panels + (g * blocks + block) * panel, kColumns, segments, 0,
-                         nullptr, w.phases * kColumns};
+                         nullptr, w.phases * stored};
       for (i64 ud = ud0; ud < ud1; ++ud) {
-        const i64 fd = ud % d.phases, jd = ud / d.phases;
+        const i64 jd = ud / d.phases;
+        const Progression taps_d = d.taps_of(ud % d.phases);
         for (i64 uh = uh0; uh < uh1; ++uh) {
-          const i64 fh = uh % h.phases, jh = uh / h.phases;
+          const i64 jh = uh / h.phases;
+          const Progression taps_h = h.taps_of(uh % h.phases);
           T* row = stage + (in_rows ? 0 : ((ud - ud0) * stage_h + uh - uh0) * width * kColumns);
+          if (at_once) row = reinterpret_cast<T*>(result_at(n, g, block, ud, uh, uw0));
           if (in_rows) fetch_row(n, g, block, columns, ud, uh, uw0, width);
           for (i64 fw = 0; fw < w.phases && uw0 + fw < uw1; ++fw) {
             const i64 steps = (width - fw + w.phases - 1) / w.phases;
-            product.segment_count = list_taps(jd, d0, fd, jh, h0, fh, fw);
+            const Progression taps_w = w.taps_of(fw);
             const Cut cut = cut_rows(steps, kTileRows);
             i64 j = 0;
             for (i64 tile = 0; tile < cut.tiles; ++tile) {
               const i64 rows = cut.base + (tile < cut.extra);
-              product.a = slab + j * w.step * pixel;
-              product.c = row + (fw + j * w.phases) * kColumns;
+              // Taps far apart reach other steps: each tile has its own list.
+              if (tile == 0 || far) {
+                product.segment_count =
+                    list_taps(jd, d0, taps_d, jh, h0, taps_h, taps_w, w0 + j,
+                              w0 + (far ? j + rows : steps) - 1);
+              }
+              product.a = region + j * w.step * pixel;
+              product.c = row + (fw + j * w.phases) * stored;
               brgemm<T, Walk::kUnitStep, false>(product, static_cast<int>(rows), vectors);
               j += rows;
             }
           }
-          if (in_rows) write_tile(n, g, block, columns, ud, ud + 1, uh, uh + 1, uw0, width);
+          if (in_rows && !at_once) {
+            write_tile(n, g, block, columns, ud, ud + 1, uh, uh + 1, uw0, width);
+          }
         }
       }
       if (!in_rows) write_tile(n, g, block, columns, ud0, ud1, uh0, uh1, uw0, width);
     }
   }
 
+  S* result_at(i64 n, i64 g, i64 block, i64 ud, i64 uh, i64 uw) const {
+    return static_cast<S*>(result.data) + n * result.stride[0] + g * result.stride[1] +
+           block * kColumns * result.stride[2] + ud * result.stride[3] + uh * result.stride[4] +
+           uw * result.stride[5];
+  }
+
   // Announces the writing of a row of pixels, which are far apart, while it is computed.
   CONVGRAD_INLINE void fetch_row(i64 n, i64 g, i64 block, i64 columns, i64 ud, i64 uh, i64 uw,
                                  i64 width) const {
-    const auto* at = static_cast<const S*>(result.data) + n * result.stride[0] +
-                     g * result.stride[1] + block * kColumns + ud * result.stride[3] +
-                     uh * result.stride[4] + uw * result.stride[5];
+    const S* at = result_at(n, g, block, ud, uh, uw);
     constexpr i64 kLine = 64 / sizeof(S);
     for (i64 i = 0; i < width; ++i, at += result.stride[5]) {
       for (i64 c = 0; c < columns; c += kLine) __builtin_prefetch(at + c, 1);
@@ -258,9 +289,7 @@ struct Gather {
     for (i64 ud = ud0; ud < ud1; ++ud) {
       for (i64 uh = uh0; uh < uh1; uh += at_once) {
         const T* row = stage + ((ud - ud0) * stage_h + uh - uh0) * width * kColumns;
-        to.result = static_cast<S*>(result.data) + n * result.stride[0] + g * result.stride[1] +
-                    channel * result.stride[2] + ud * result.stride[3] + uh * result.stride[4] +
-                    uw0 * result.stride[5];
+        to.result = result_at(n, g, block, ud, uh, uw0);
         to.accumulate = nullptr;
         if (adds) {
           to.accumulate = static_cast<const S*>(add.data) + n * add.stride[0] +

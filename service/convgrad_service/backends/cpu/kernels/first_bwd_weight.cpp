@@ -5,8 +5,9 @@
 // `chunks` of equal numbers of tiles. A task is one chunk of one group for a share of the output
 // channels. For each tile, it packs the input region into a slab (channels last, widened,
 // zero-padded), in which adjacent taps in W are contiguous and form the rows of a register tile;
-// then it packs grad_output a few rows at a time, as many as fit the L1 cache. Phase 1 sums the
-// chunks in order, applies alpha and beta * accumulate and rounds once.
+// then it packs grad_output a few rows at a time, as many as fit the L1 cache, unless it is stored
+// as packed and read in place. Phase 1 sums the chunks in order, applies alpha and beta *
+// accumulate and rounds once.
 //
 // Deterministic: chunks and tiles depend only on the problem. Padding is multiplied as zeros,
 // within an output channel.
@@ -43,6 +44,7 @@ struct FirstGradient {
   i64 chunks, tile_rows, tile_columns, group_rows, k_share, k_shares;
   i64 row_tiles, column_tiles, units, terms, padded_k;
   i64 slab_width, slab_rows, slab_plane, y_pixel;
+  i64 y_end;  // elements of y that may be read in place
   Run* runs;
   i64 run_count = 0;
   Segment* segments;
@@ -67,6 +69,7 @@ struct FirstGradient {
     // An odd number of cache lines spreads pixels over all L1 cache sets.
     const i64 line = 64 / static_cast<i64>(sizeof(T));
     y_pixel = (ceil_div(k_share, line) | 1) * line;
+    y_end = in_place<E>(a.y) ? span(a.y, a.batch, a.groups, a.out_channels, a.output) : 0;
     char* at = static_cast<char*>(scratch);
     const auto take = [&](i64 bytes) {
       char* p = at;
@@ -122,8 +125,8 @@ struct FirstGradient {
       pack_slab(n, g, z, p0, q0, rows, columns);
       for (i64 first = 0; first < rows; first += group_rows) {
         const i64 group = least(group_rows, rows - first);
-        pack_y(n, g, z, p0 + first, q0, group, columns, k0, k_count);
-        multiply(slab + first * args.stride[1] * slab_width, group, columns, k_count, sums);
+        const Rows y = y_of(n, g, z, p0 + first, q0, group, columns, k0, k_count);
+        multiply(slab + first * args.stride[1] * slab_width, y, group, columns, k_count, sums);
       }
     }
   }
@@ -156,23 +159,38 @@ struct FirstGradient {
     }
   }
 
-  void pack_y(i64 n, i64 g, i64 z, i64 p0, i64 q0, i64 rows, i64 columns, i64 k0,
-              i64 k_count) const {
+  // Rows of grad_output: the first element, and the steps from row to row and pixel to pixel.
+  struct Rows {
+    const T* data;
+    i64 row;
+    i64 pixel;
+  };
+
+  // In place, the last vector of a pixel's channels extends into the next pixel: into columns of
+  // the product that nobody reads, but not beyond the tensor.
+  Rows y_of(i64 n, i64 g, i64 z, i64 p0, i64 q0, i64 rows, i64 columns, i64 k0,
+            i64 k_count) const {
     const View& y = args.y;
-    const S* from = static_cast<const S*>(y.data) + n * y.stride[0] + g * y.stride[1] +
-                    k0 * y.stride[2] + z * y.stride[3] + p0 * y.stride[4] + q0 * y.stride[5];
+    const i64 at = n * y.stride[0] + g * y.stride[1] + k0 * y.stride[2] + z * y.stride[3] +
+                   p0 * y.stride[4] + q0 * y.stride[5];
+    const S* from = static_cast<const S*>(y.data) + at;
+    if (at + (rows - 1) * y.stride[4] + (columns - 1) * y.stride[5] + round_up(k_count, L) <=
+        y_end) {
+      return {reinterpret_cast<const T*>(from), y.stride[4], y.stride[5]};
+    }
     const bool joined = y.stride[4] == columns * y.stride[5];
     const i64 at_once = joined ? rows : 1;
     for (i64 i = 0; i < rows; i += at_once) {
       read_matrix<E>(from + i * y.stride[4], y.stride[5], y.stride[2], at_once * columns, k_count,
                      y_tile + i * columns * y_pixel, y_pixel);
     }
+    return {y_tile, columns * y_pixel, y_pixel};
   }
 
-  void multiply(const T* under, i64 rows, i64 columns, i64 k_count, T* sums) const {
+  void multiply(const T* under, const Rows& y, i64 rows, i64 columns, i64 k_count,
+                T* sums) const {
     for (i64 i = 0; i < rows; ++i) {
-      segments[i] =
-          Segment{i * args.stride[1] * slab_width, i * columns * y_pixel, columns};
+      segments[i] = Segment{i * args.stride[1] * slab_width, i * y.row, columns};
     }
     for (i64 k = 0; k < k_count; k += kTileColumns<T>) {
       const int vectors = k_count - k > L ? 2 : 1;
@@ -184,8 +202,8 @@ struct FirstGradient {
           const Product<T> product{under + run->slab + term,
                                    1,
                                    args.stride[2] * args.in_channels,
-                                   y_tile + k,
-                                   y_pixel,
+                                   y.data + k,
+                                   y.pixel,
                                    segments,
                                    rows,
                                    sums + (run->term + term) * padded_k + k,

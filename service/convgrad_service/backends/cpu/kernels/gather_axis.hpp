@@ -7,6 +7,18 @@
 
 namespace convgrad {
 
+// The taps of one phase, and the value of `base` for each: arithmetic progressions.
+struct Progression {
+  i64 tap;
+  i64 tap_step;
+  i64 base;
+  i64 base_step;
+  CONVGRAD_INLINE void advance() {
+    tap += tap_step;
+    base += base_step;
+  }
+};
+
 // One spatial dimension of a gather. At tap t, result coordinate u = phase + phases * j reads
 // source coordinate j * step + base.
 struct Axis {
@@ -21,26 +33,43 @@ struct Axis {
   i64 highest;
   i64 dilation;
   i64 pad;
+  i64 period;  // of the taps of a phase
   bool backward;
 
   i64 slab() const { return (tile - 1) * step + highest - lowest + 1; }
-  // Returns false if the tap does not belong to the phase.
-  CONVGRAD_INLINE bool base(i64 phase, i64 tap, i64* value) const {
-    if (!backward) {
-      *value = tap * dilation - pad;
-      return true;
+  // Returns the taps of a phase.
+  CONVGRAD_INLINE Progression taps_of(i64 phase) const {
+    if (!backward) return {0, 1, -pad, dilation};
+    if (phases == 1) return {0, 1, phase + pad, -dilation};
+    i64 first = 0;
+    while (first < taps && (phase + pad - first * dilation) % phases != 0) ++first;
+    // After that, every phases / gcd(phases, dilation)-th.
+    return {first, period, (phase + pad - first * dilation) / phases, -dilation * period / phases};
+  }
+  // Whether a tile reads the source coordinate at a distance from its first; a tile that is
+  // smaller than the dilation leaves gaps.
+  bool reads(i64 distance) const {
+    if (dilation <= tile) return true;
+    for (i64 phase = 0; phase < least(phases, result); ++phase) {
+      for (Progression tap = taps_of(phase); tap.tap < taps; tap.advance()) {
+        const i64 steps = distance + lowest - tap.base;
+        if (steps >= 0 && steps < tile * step && steps % step == 0) return true;
+      }
     }
-    const i64 numerator = phase + pad - tap * dilation;
-    if (phases == 1) {
-      *value = numerator;
-      return true;
-    }
-    *value = numerator / phases;
-    return *value * phases == numerator;
+    return false;
   }
 };
 
 CONVGRAD_INLINE i64 floor_div(i64 a, i64 b) { return a >= 0 ? a / b : -((-a + b - 1) / b); }
+
+CONVGRAD_INLINE i64 common_divisor(i64 a, i64 b) {
+  while (b != 0) {
+    const i64 rest = a % b;
+    a = b;
+    b = rest;
+  }
+  return a;
+}
 
 inline Axis make_axis(const ConvArgs& args, int d, bool backward) {
   Axis axis;
@@ -52,6 +81,7 @@ inline Axis make_axis(const ConvArgs& args, int d, bool backward) {
   axis.step = backward ? 1 : args.stride[d];
   axis.dilation = args.dilation[d];
   axis.pad = args.pad[d];
+  axis.period = axis.phases / common_divisor(axis.phases, axis.dilation);
   const i64 steps = (axis.result + axis.phases - 1) / axis.phases;
   axis.tile = least(args.block[d], steps);
   axis.tiles = (steps + axis.tile - 1) / axis.tile;

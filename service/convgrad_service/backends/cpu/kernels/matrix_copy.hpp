@@ -9,9 +9,30 @@
 // blocks. Other strides, and blocks with too few columns, are copied element by element.
 #pragma once
 
+#include "conv_args.hpp"
 #include "transpose.hpp"
 
 namespace convgrad {
+
+// Whether an activation (conv_args.hpp) is stored as a product reads it: accumulators, channels
+// contiguous. Where all pixels would share a few sets of the L1 cache, a packed copy is faster.
+template <class E>
+CONVGRAD_INLINE bool in_place(const View& view) {
+  constexpr i64 kPitch = 1024 / static_cast<i64>(sizeof(typename E::Acc));
+  if (sizeof(typename E::Storage) != sizeof(typename E::Acc) || view.stride[2] != 1) return false;
+  for (const i64 stride : view.stride) {
+    if (stride < 0) return false;
+  }
+  return view.stride[5] % kPitch != 0;
+}
+
+// Elements from the first of an activation to the end of its last, if no stride is negative.
+inline i64 span(const View& view, i64 batch, i64 groups, i64 channels, const int64_t* size) {
+  const i64 sizes[6] = {batch, groups, channels, size[0], size[1], size[2]};
+  i64 elements = 1;
+  for (int i = 0; i < 6; ++i) elements += (sizes[i] - 1) * view.stride[i];
+  return elements;
+}
 
 // Writes block[i * block_row + j] for i < rows, j < columns, and nothing else.
 template <class E>
@@ -20,6 +41,10 @@ void read_matrix(const typename E::Storage* source, i64 row, i64 column, i64 row
   using T = typename E::Acc;
   constexpr int lanes = kLanes<T>;
   if (column == 1) {
+    if (row == columns && block_row == columns) {
+      columns *= rows;
+      rows = 1;
+    }
     for (i64 i = 0; i < rows; ++i) {
       const auto* from = source + i * row;
       T* to = block + i * block_row;
