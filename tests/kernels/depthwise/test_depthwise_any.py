@@ -81,3 +81,15 @@ def test_what_is_not_finite_stays_in_its_plane(
     emulated: EmulatedBackend, seed: int, case: Case
 ) -> None:
     check_rule(emulated, seed, case, "bfloat16", with_layouts(case.ndim, grouped=False)[-1])
+
+
+@emulation
+@pytest.mark.parametrize("stride", [3, 5])
+@pytest.mark.parametrize("operation", ["conv_fwd", "conv_bwd_data"])
+def test_what_is_not_finite_stays_in_its_plane_of_any_stride(
+    seed: int, operation: str, stride: int
+) -> None:
+    """Of all families: products of several groups at once would spread it."""
+    conv = Conv(2, 40, 40, (16, 11), (3, 3), stride, 1, groups=40)
+    case = FROM_CONV[operation](f"stride_{stride}", conv)
+    check_rule(EmulatedBackend(FAMILIES), seed, case, "bfloat16", "NHWC")

@@ -10,11 +10,13 @@ from dataclasses import replace
 import pytest
 
 from convgrad_service.backends.cuda.families import FAMILIES
+from convgrad_service.backends.cuda.kernels.depthwise import depthwise_direct
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_direct import DepthwiseDirect
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_direct_model import DirectLayout
 from tests.emulator.backend import EmulatedBackend, works_here
 from tests.support.kernels.depthwise_cases import compare, layer
-from tests.support.kernels.harness import answers, check, drawn, with_layouts
+from tests.support.kernels.harness import answers, check, drawn, problem_and_tensors, with_layouts
+from tests.support.numerics.bounds import assert_same_bits
 from tests.support.numerics.cases import FROM_CONV, Case
 from tests.support.numerics.geometries import Conv
 from tests.support.numerics.nonfinite import check_rule
@@ -33,6 +35,9 @@ LAYERS: dict[str, Conv] = {
     "stride_2_uneven_padding": layer(1, 24, (9, 7), (5, 5), 2, ((1, 2), (3, 1))),
     "stride_2_unread_column": layer(1, 16, (8, 8), (3, 3), 2, 0),
     "7x7_stride_2": layer(1, 8, (9, 10), (7, 7), 2, 3),
+    "stride_3": layer(2, 16, (11, 16), (3, 3), 3, 1),
+    "stride_4_channels_13": layer(2, 13, (13, 18), (5, 5), 4, 2),
+    "11x11_stride_3": layer(1, 16, (13, 25), (11, 11), 3, 5),
     "rows_dilated": layer(1, 16, (14, 9), (3, 3), 1, (2, 1), (2, 1)),
     "11x11": layer(1, 16, (12, 13), (11, 11), 1, 5),
     "9x9_stride_2": layer(1, 16, (11, 13), (9, 9), 2, 4),
@@ -98,6 +103,25 @@ def test_every_shape(seed: int, layout: DirectLayout) -> None:
     compare(only(DepthwiseDirect(layout)), seed, case, "bfloat16", "exact")
 
 
+@pytest.mark.parametrize("operation", ["conv_fwd", "conv_bwd_data"])
+def test_images_that_a_grid_does_not_hold(
+    monkeypatch: pytest.MonkeyPatch, seed: int, operation: str
+) -> None:
+    """Several launches, each of some images, with the bits of one."""
+    conv = layer(5, 24, (7, 9), (3, 3), 1, 1)
+    case = FROM_CONV[operation]("images", conv)
+    if operation == "conv_bwd_data":
+        case = case.with_tensor("accumulate", conv.input_shape)
+    backend = only(DepthwiseDirect(DirectLayout(3, 1, 4, 4, 2, 16)))
+    tensors, _ = drawn(seed, case, "bfloat16", "bounded")
+    whole = answers(backend, case, tensors, "NHWC")
+    monkeypatch.setattr(depthwise_direct, "MOST_ALONG", 2)
+    problem, _ = problem_and_tensors(case, tensors, "NHWC")
+    assert [step.grid for step in backend.explain(problem).steps] == [(1, 2, 1)] * 2 + [(1, 1, 1)]
+    for name, array in answers(backend, case, tensors, "NHWC").items():
+        assert_same_bits(array, whole[name])
+
+
 @pytest.mark.parametrize("name", ["3x3", "stride_2", "channels_13", "3d", "11x11"])
 def test_added_to_a_tensor(emulated: EmulatedBackend, seed: int, name: str) -> None:
     conv = LAYERS[name]
@@ -109,7 +133,9 @@ def test_added_to_a_tensor(emulated: EmulatedBackend, seed: int, name: str) -> N
 
 
 @pytest.mark.parametrize(
-    "case", [case for case in CASES if case.name in ("3x3", "stride_2")], ids=lambda case: case.id
+    "case",
+    [case for case in CASES if case.name in ("3x3", "stride_2", "stride_3")],
+    ids=lambda case: case.id,
 )
 def test_what_is_not_finite_stays_in_its_channel(
     emulated: EmulatedBackend, seed: int, case: Case

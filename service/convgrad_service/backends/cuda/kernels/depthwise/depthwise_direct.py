@@ -87,12 +87,29 @@ class DepthwiseDirect(Solver[ConvWork, DirectLayout]):
         if (reason := why_not_images(work, MOST_INDEX)) is not None:
             return reason
         layout = self._layout or best_layout(work, device)
-        if max(grid_of(work, layout)) > MOST_ALONG:
-            return "more blocks than a grid can have"
+        if _launched_images(work, layout) == 0:
+            return "more blocks of an image than a grid can have"
         return device.why_not_shared(_shared_bytes(work, layout)) or layout
 
     def fragment(self, work: ConvWork, device: CudaDevice, layout: DirectLayout) -> Fragment:
         work = turned(work)
+        # Several launches, if a grid does not hold all images.
+        images = _launched_images(work, layout)
+        launches = (
+            self._launch(work, layout, first, min(images, work.batch - first))
+            for first in range(0, work.batch, images)
+        )
+        # All layouts with the whole kernel add in the same order, and so do all others.
+        return Fragment(
+            f"{self.name}_{work.direction}",
+            tuple(launches),
+            expected_s=expected_s(work, device, layout),
+            order="whole" if layout.rows and not layout.line else "by rows",
+        )
+
+    def _launch(self, whole: ConvWork, layout: DirectLayout, first: int, images: int) -> Launch:
+        """Return the launch that computes so many images, from the first one on."""
+        work = replace(whole, conv=replace(whole.conv, batch=images))
         source, result = work.sides
         backward, pad, period = work.direction == "bwd_data", list(work.pad), work.kernel[2]
         args = DepthwiseDirectArgs()
@@ -124,19 +141,17 @@ class DepthwiseDirect(Solver[ConvWork, DirectLayout]):
         args.spread = spread_of(work)
         args.by_period, args.by_spread = divider(period), divider(args.spread)
         args.by_multiplier = divider(work.out_channels)
-        launch = Launch(
+        args.x, args.y = (
+            first * side.strides[0] * side.dtype.itemsize for side in (source, result)
+        )
+        if work.accumulate is not None:
+            args.accumulate = args.y
+        return Launch(
             _instance(work.dtype, backward, layout),
             (*grid_of(work, layout), 1),
             (THREADS, 1, 1),
             pack(args, x=source, w=work.w, y=result, accumulate=work.accumulate, bias=work.bias),
             _shared_bytes(work, layout),
-        )
-        # All layouts with the whole kernel add in the same order, and so do all others.
-        return Fragment(
-            f"{self.name}_{work.direction}",
-            (launch,),
-            expected_s=expected_s(work, device, layout),
-            order="whole" if layout.rows and not layout.line else "by rows",
         )
 
     def instances(self) -> Iterable[Instance]:
@@ -154,13 +169,22 @@ def _layouts() -> list[DirectLayout]:
         DirectLayout(kernel, stride, rows, columns, 1, 8)
         for kernel in KERNELS
         for stride in STRIDES
-        for rows, columns in (*SHAPES[stride], *((0, columns) for columns in COLUMNS[stride]))
+        for rows, columns in (
+            *SHAPES.get(stride, ()),
+            *((0, columns) for columns in COLUMNS[stride]),
+        )
     ] + [
         DirectLayout(kernel, stride, 1, columns, 1, 8, line=True)
         for kernel in LINES
-        for stride in STRIDES
+        for stride in LINE_COLUMNS
         for columns in LINE_COLUMNS[stride]
     ]
+
+
+def _launched_images(work: ConvWork, layout: DirectLayout) -> int:
+    """Return the images of a launch; 0 if a grid does not hold the blocks of one."""
+    positions = work.sizes[1][0] * down_of(work, layout) * across_of(work, layout)
+    return min(work.batch, MOST_ALONG * layout.places // positions)
 
 
 def _contiguous(work: ConvWork) -> bool:

@@ -22,13 +22,13 @@ __all__ += ["across_of", "best_layout", "down_of", "expected_s", "grid_of", "lay
 __all__ += ["parts_of", "read_columns"]
 
 THREADS, BLOCKS = 128, 4
-KERNELS, STRIDES = (3, 5, 7), (1, 2)
+KERNELS, STRIDES = (3, 5, 7), (1, 2, 3, 4)
 # The most columns of kernels of one row.
 LINES = (4, 8, 16, 32)
 # Rows and columns of a thread's results by stride; and columns, where rows of taps are taken one by
-# one.
+# one, which strides above 2 always are.
 SHAPES = {1: ((1, 4), (2, 7), (4, 4)), 2: ((1, 4), (2, 4))}
-COLUMNS = {1: (7, 14), 2: (4, 7)}
+COLUMNS = {1: (7, 14), 2: (4, 7), 3: (4,), 4: (4,)}
 LINE_COLUMNS = {1: (7, 14), 2: (7,)}
 # Of vectors of channels in a tile.
 MOST_VECTORS, FEWER_VECTORS = 32, 16
@@ -160,10 +160,11 @@ def layouts_of(work: ConvWork, device: CudaDevice) -> Iterator[DirectLayout]:
         tiles = ceil_div(all_vectors, most)
         sizes.add(ceil_div(ceil_div(all_vectors, tiles), 8) * 8)
     columns, line = work.kernel[2], False
-    if _is_plane(work) and work.kernel[1] == columns and columns in KERNELS:
+    whole = stride in SHAPES and _is_plane(work)
+    if whole and work.kernel[1] == columns and columns in KERNELS:
         # An instance has the whole kernel, which is faster.
         kernel, shapes = columns, SHAPES[stride]
-    elif _is_plane(work) and work.kernel[1] == 1 and work.pad[1] == 0 and columns <= LINES[-1]:
+    elif whole and work.kernel[1] == 1 and work.pad[1] == 0 and columns <= LINES[-1]:
         kernel, line = next(one for one in LINES if one >= columns), True
         shapes = tuple((1, one) for one in LINE_COLUMNS[stride])
     else:

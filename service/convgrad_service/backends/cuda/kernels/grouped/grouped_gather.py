@@ -87,6 +87,8 @@ class GroupedGather:
         reason = why_not_grouped(work, device) or why_not_packed(work)
         if reason is not None:
             return reason
+        if work.in_channels == work.out_channels == 1:
+            return "NaN would spread among groups of one channel, as products have several groups"
         if max(work.w.strides[1:]) * work.out_channels > MAX_INDEX:
             return f"the weights of a group lie more than {MAX_INDEX} elements apart"
         if work.direction == "bwd_data" and max(work.stride) > MAX_PHASES:
