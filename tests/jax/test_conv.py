@@ -239,7 +239,6 @@ def test_precision(precision: Any, expected: str) -> None:
         ("bfloat16", "float32"),
         ("float16", "float32"),
         ("float32", "float64"),
-        ("float32", "float16"),
     ],
 )
 def test_a_preferred_dtype_is_the_results(dtype: str, preferred: str) -> None:

@@ -94,7 +94,9 @@ def serve(argv: Sequence[str] | None = None) -> int:
             if error["loc"]:
                 name = str(error["loc"][0])
                 option = f"{_option(name)} (CONVGRAD_{name.upper()})"
-                sentence = f"{option}: {error['msg']}, got {error['input']!r}"
+                # Sentences of our own already say what was given.
+                found = "" if error["type"] == "value_error" else f", got {error['input']!r}"
+                sentence = f"{option}: {sentence}{found}"
             _print_error(arguments.log_format or log_format_variable(), sentence)
         return 2
     return _run(settings, arguments.port_file)
