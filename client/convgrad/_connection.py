@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
-from convgrad._http_errors import GRPC_PORT
+from convgrad._http_errors import GRPC_PORT, MAYBE_TLS
 from convgrad._reply import Receiver
 from convgrad.errors import ClientError
 
@@ -237,7 +237,8 @@ class Connection:
                 yield READ
                 continue
             if not data:
-                raise Http1Error(f"the connection ended before the answer's {what} did")
+                hint = "" if self.answering else f"; {MAYBE_TLS}"
+                raise Http1Error(f"the connection ended before the answer's {what} did{hint}")
             self.answering = True
             return data
 

@@ -6,7 +6,7 @@ import httpx
 
 from convgrad.errors import ClientError, ClientTimeout, ConnectionFailed, InvalidAnswer
 
-__all__ = ["GRPC_PORT", "HTTPX_ERRORS", "ROOTS", "from_httpx", "no_answer"]
+__all__ = ["GRPC_PORT", "HTTPX_ERRORS", "MAYBE_TLS", "ROOTS", "from_httpx", "no_answer"]
 
 # Looked up in method resolution order, so a subclass uses the entry of its nearest ancestor.
 HTTPX_ERRORS: dict[type[Exception], type[ClientError]] = {
@@ -50,7 +50,10 @@ def no_answer(url: str, error: Exception) -> str:
         hint = "; does the server speak TLS? it may be http://, not https://"
     elif isinstance(error, httpx.RemoteProtocolError) and "illegal" in reason:
         hint = f"; {GRPC_PORT}"
+    elif "without sending a response" in reason and url.startswith("http://"):
+        hint = f"; {MAYBE_TLS}"
     return f"no answer from {url}: {reason}{hint}"
 
 
 GRPC_PORT = "this may be the server's gRPC port; HTTP has another, 8000 by default"
+MAYBE_TLS = "if the server speaks TLS, its address begins with https://"

@@ -154,6 +154,8 @@ def test_help_names_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     for name, _, _ in setting_fields():
         assert f"--{name.replace('_', '-')}" in text
+    for words in ("--warm-up PATH", "--kernel-cache PATH", "--key-max-requests-per-s RATE"):
+        assert words in text
 
 
 @pytest.mark.parametrize(
@@ -161,6 +163,8 @@ def test_help_names_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["--port", "70000"], "CONVGRAD_HTTP_PORT"),
         (["--max-json-bytes", "lots"], "CONVGRAD_MAX_JSON_BYTES"),
+        (["--api-keys", "/no/such"], "CONVGRAD_API_KEYS"),
+        (["--otlp-endpoint", "collector"], "CONVGRAD_OTLP_ENDPOINT"),
     ],
 )
 def test_a_bad_setting_is_one_sentence(
@@ -170,4 +174,5 @@ def test_a_bad_setting_is_one_sentence(
     error = capsys.readouterr().err
     assert name in error
     assert argv[1] in error
+    assert "Value error" not in error
     assert "Traceback" not in error

@@ -181,8 +181,7 @@ def test_empty_arrays_need_no_backend() -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"batch_group_count": 2}, "batch_group_count is 2"),
-        ({"preferred_element_type": "float32"}, "preferred_element_type is float32"),
+        ({"out_sharding": "x"}, "out_sharding is x; expected None"),
         ({"lhs": jnp.zeros((1, 2, 5, 5), jnp.int32)}, "dtype is int32; expected one of bfloat16"),
         ({"lhs": jnp.zeros((1, 2))}, "lhs has 2 dimensions"),
         ({"lhs": jnp.zeros((1, 3, 5, 5))}, "feature"),
@@ -217,6 +216,8 @@ def test_a_server_that_is_gone_is_an_error() -> None:
         (lax.Precision.DEFAULT, "high"),
         ("tensorfloat32", "high"),
         ((lax.Precision.HIGH, lax.Precision.HIGHEST), "highest"),
+        (lax.DotAlgorithmPreset.F32_F32_F32, "highest"),
+        ("TF32_TF32_F32", "high"),
     ],
 )
 def test_precision(precision: Any, expected: str) -> None:
@@ -230,3 +231,35 @@ def test_precision(precision: Any, expected: str) -> None:
     x, weight = draw(9, (1, 2, 5, 5), (3, 2, 3, 3), dtype=jnp.float32)
     ours.conv_general_dilated(x, weight, (1, 1), "SAME", precision=precision, backend=Recording())
     assert asked == [expected]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "preferred"),
+    [
+        ("bfloat16", "float32"),
+        ("float16", "float32"),
+        ("float32", "float64"),
+    ],
+)
+def test_a_preferred_dtype_is_the_results(dtype: str, preferred: str) -> None:
+    """bfloat16 operands with a float32 result, as flax.nnx asks for, lose no bits of the sums."""
+    arguments, *shapes = LAYERS["strided SAME, groups"]
+    x, weight = draw(1, *shapes, dtype=dtype)
+    found = ours.conv_general_dilated(x, weight, **arguments, preferred_element_type=preferred)
+    assert found.dtype == preferred
+    exact = lax.conv_general_dilated(x.astype("float64"), weight.astype("float64"), **arguments)
+    tolerance = {"float32": 1e-6, "float64": 1e-14}[preferred]
+    np.testing.assert_allclose(np.float64(found), exact, rtol=tolerance, atol=10 * tolerance)
+
+    def loss(x: jax.Array, weight: jax.Array) -> jax.Array:
+        y = ours.conv_general_dilated(x, weight, **arguments, preferred_element_type=preferred)
+        return y.astype("float64").sum()
+
+    assert {each.dtype for each in jax.grad(loss, (0, 1))(x, weight)} == {jnp.dtype(dtype)}
+
+
+@pytest.mark.parametrize("backend", ["local", ours.Local])
+def test_what_is_no_backend_is_refused(backend: Any) -> None:
+    x = jnp.ones((1, 4, 4, 1))
+    with pytest.raises(TypeError, match=r"such as Local\(\)"):
+        ours.max_pool(x, (2, 2), backend=backend)

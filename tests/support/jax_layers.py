@@ -51,6 +51,21 @@ LAYERS: dict[str, tuple[dict[str, Any], tuple[int, ...], tuple[int, ...]]] = {
         (4, 6, 5, 2),
         (4, 3, 2, 6),
     ),
+    "groups of images": (
+        {"window_strides": (2, 1), "padding": "SAME", "batch_group_count": 2},
+        (4, 3, 6, 5),
+        (6, 3, 3, 2),
+    ),
+    "groups of images, other orders": (
+        {
+            "window_strides": (1, 1),
+            "padding": "VALID",
+            "batch_group_count": 3,
+            "dimension_numbers": ("HWCN", "HWIO", "HWNC"),
+        },
+        (5, 6, 2, 6),
+        (3, 2, 2, 6),
+    ),
     "negative padding": (
         {"window_strides": (2, 1), "padding": [(-1, 2), (1, -2)]},
         (2, 3, 9, 8),

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from convgrad import calls
 from convgrad._bridges import RemoteBackend, find_executor
 
-__all__ = ["Backend", "Local", "Remote", "default_backend"]
+__all__ = ["Backend", "Local", "Remote", "chosen_backend"]
 
 Array = NDArray[Any]
 # Prepared operations that a Local keeps, the most recently used ones.
@@ -131,13 +131,25 @@ class Remote(RemoteBackend):
         return [answer.outputs[name] for name in outputs]
 
 
-@lru_cache(maxsize=1)
-def default_backend() -> Backend:
-    """Return the process's own `Local`.
+def chosen_backend(backend: Backend | None) -> Backend:
+    """Return the backend given, or else the process's own `Local`.
 
     Raises
     ------
+    TypeError
+        It is no backend.
     convgrad.DeviceUnavailable
         As `Local`.
     """
+    given: Any = backend
+    if given is None:
+        return _default()
+    if isinstance(given, type) or not hasattr(given, "compute"):
+        raise TypeError(f"backend: expected a backend, such as Local(), got {given!r}")
+    found: Backend = given
+    return found
+
+
+@lru_cache(maxsize=1)
+def _default() -> Backend:
     return Local()

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from convgrad.dtypes import FLOATING
-from convgrad.jax._backends import Backend, default_backend
+from convgrad.jax._backends import Backend, chosen_backend
 from convgrad.jax._conv_passes import Convolution, forward, gradient_of_input
 
 __all__ = ["check_dtype", "conv_general_dilated", "layout_name"]
@@ -35,6 +35,7 @@ def conv_general_dilated(
     batch_group_count: int = 1,
     precision: Any = None,
     preferred_element_type: Any = None,
+    out_sharding: Any = None,
     *,
     backend: Backend | None = None,
 ) -> Array:
@@ -47,21 +48,24 @@ def conv_general_dilated(
     lhs, rhs : Array
         The input and the weight, in the order of ``dimension_numbers``: float16, bfloat16, float32
         or float64, both the same.
-    window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers, feature_group_count
+    window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers, feature_group_count, \
+batch_group_count
         As ``jax.lax.conv_general_dilated`` takes them.
-    batch_group_count : int
-        Only 1.
     precision : lax.PrecisionLike
-        ``HIGH`` and ``DEFAULT`` let a GPU use TF32 for float32; ``HIGHEST`` and None do not.
+        ``HIGH``, ``DEFAULT`` and algorithms of TF32 or bfloat16 let a GPU use TF32 for float32;
+        others and None do not.
     preferred_element_type : dtype, optional
-        Only the operands' dtype. Sums are in float32 or wider in any case.
+        The result's dtype, by default the operands'. The operands are
+        converted to it first. Sums are in float32 or wider in any case.
+    out_sharding : None
+        Only None.
     backend : Backend, optional
         What computes; by default this process's `Local`. ``jit`` treats it as a constant.
 
     Returns
     -------
     Array
-        Of the operands' dtype, in the order of ``dimension_numbers``.
+        In the order of ``dimension_numbers``.
 
     Raises
     ------
@@ -72,13 +76,8 @@ def conv_general_dilated(
         The backend failed; the message holds its error.
     """
     check_dtype(lhs)
-    if batch_group_count != 1:
-        raise ValueError(f"batch_group_count is {batch_group_count}; expected 1")
-    if preferred_element_type is not None and jnp.dtype(preferred_element_type) != lhs.dtype:
-        raise ValueError(
-            f"preferred_element_type is {jnp.dtype(preferred_element_type)}; expected the "
-            f"operands' dtype, {lhs.dtype}"
-        )
+    if out_sharding is not None:
+        raise ValueError(f"out_sharding is {out_sharding}; expected None")
     ndim = lhs.ndim - 2
     if ndim not in _SPATIAL:
         raise ValueError(f"lhs has {lhs.ndim} dimensions; expected 3, 4 or 5")
@@ -90,12 +89,23 @@ def conv_general_dilated(
         rhs_dilation=rhs_dilation,
         dimension_numbers=dimension_numbers,
         feature_group_count=feature_group_count,
+        batch_group_count=batch_group_count,
+        preferred_element_type=preferred_element_type,
     )
     expected = jax.eval_shape(as_laxs, lhs, rhs)
     if 0 in (lhs.size, rhs.size, expected.size):
         return as_laxs(lhs, rhs)
+    check_dtype(expected)
+    fast = _precision(precision)
+    if expected.dtype != lhs.dtype:
+        if lhs.dtype.itemsize == 2:
+            fast = "high"  # TF32 has all bits of a 16-bit operand
+        lhs, rhs = lhs.astype(expected.dtype), rhs.astype(expected.dtype)
 
     numbers = lax.conv_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
+    if batch_group_count != 1:
+        lhs = _with_channel_groups(lhs, numbers.lhs_spec, batch_group_count)
+        feature_group_count = batch_group_count
     last = numbers.lhs_spec[0] == 0 and numbers.lhs_spec[1] == ndim + 1
     orders = [_dimension_order(spec, last) for spec in numbers]
     x, weight = jnp.transpose(lhs, orders[0]), jnp.transpose(rhs, orders[1])
@@ -109,12 +119,12 @@ def conv_general_dilated(
         else padding
     )
     conv = Convolution(
-        backend or default_backend(),
+        chosen_backend(backend),
         tuple(window_strides),
         tuple((before, after) for before, after in pads),
         dilation,
         feature_group_count,
-        _precision(precision),
+        fast,
         layout_name(ndim, last),
         x.shape,
         weight.shape,
@@ -147,7 +157,7 @@ def layout_name(ndim: int, channels_last: bool) -> str:
     return f"N{_SPATIAL[ndim]}C" if channels_last else f"NC{_SPATIAL[ndim]}"
 
 
-def check_dtype(array: Array) -> None:
+def check_dtype(array: Array | jax.ShapeDtypeStruct) -> None:
     """Check that the contract has the array's dtype.
 
     Raises
@@ -168,14 +178,30 @@ def _dimension_order(spec: Sequence[int], channels_last: bool) -> tuple[int, ...
     return (batch, *spatial, features) if channels_last else (batch, features, *spatial)
 
 
+def _with_channel_groups(lhs: Array, spec: Sequence[int], count: int) -> Array:
+    """An input whose groups of images became groups of channels; ``spec`` is its order."""
+    images = jnp.moveaxis(lhs, spec[:2], (0, 1))
+    batch, channels, *spatial = images.shape
+    grouped = jnp.swapaxes(images.reshape(count, batch // count, channels, *spatial), 0, 1)
+    merged = grouped.reshape(batch // count, count * channels, *spatial)
+    return jnp.moveaxis(merged, (0, 1), spec[:2])
+
+
 def _precision(precision: Any) -> str:
     operands = precision if isinstance(precision, tuple) else (precision,)
-    fast = lax.Precision.HIGH, lax.Precision.DEFAULT
-    return (
-        "high"
-        if all(each is not None and lax.Precision(each) in fast for each in operands)
-        else "highest"
-    )
+    return "high" if all(map(_is_fast, operands)) else "highest"
+
+
+def _is_fast(precision: Any) -> bool:
+    """Return whether the products of float32 need no more bits than TF32's."""
+    if isinstance(precision, str) and precision in lax.DotAlgorithmPreset.__members__:
+        precision = lax.DotAlgorithmPreset[precision]
+    if isinstance(precision, lax.DotAlgorithmPreset):
+        fast = lax.DotAlgorithmPreset.TF32_TF32_F32, lax.DotAlgorithmPreset.BF16_BF16_F32
+        return precision in (*fast, lax.DotAlgorithmPreset.DEFAULT)
+    if precision is None or isinstance(precision, lax.DotAlgorithm):
+        return False
+    return lax.Precision(precision) in (lax.Precision.HIGH, lax.Precision.DEFAULT)
 
 
 def _padded(x: Array, conv: Convolution, lhs_dilation: Sequence[int]) -> Array:

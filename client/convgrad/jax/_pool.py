@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from convgrad.jax._backends import Backend, default_backend
+from convgrad.jax._backends import Backend, chosen_backend
 from convgrad.jax._conv import check_dtype, layout_name
 from convgrad.jax._operation import Operation
 
@@ -194,7 +194,7 @@ def _pooling(
         channels_last=channels_last,
     )
     return _Pooling(
-        backend or default_backend(),
+        chosen_backend(backend),
         tuple(window_shape),
         tuple(strides),
         pads,

@@ -94,7 +94,9 @@ def serve(argv: Sequence[str] | None = None) -> int:
             if error["loc"]:
                 name = str(error["loc"][0])
                 option = f"{_option(name)} (CONVGRAD_{name.upper()})"
-                sentence = f"{option}: {error['msg']}, got {error['input']!r}"
+                # Sentences of our own already say what was given.
+                found = "" if error["type"] == "value_error" else f", got {error['input']!r}"
+                sentence = f"{option}: {sentence}{found}"
             _print_error(arguments.log_format or log_format_variable(), sentence)
         return 2
     return _run(settings, arguments.port_file)
@@ -221,11 +223,22 @@ def _add_setting(parser: argparse.ArgumentParser, name: str, field: FieldInfo, u
     else:
         # Parsed by pydantic, like the environment, so that both accept the same spellings.
         choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
-        word = _METAVARS.get(unit, name.rpartition("_")[2].upper())
+        word = _METAVARS.get(unit) or _word(name, field.annotation)
         keywords["metavar"] = f"{{{','.join(choices)}}}" if choices else word
     default = "" if field.default is None else f" [{_formatted(field.default)}]"
     keywords["help"] = f"{field.description}{default}".replace("%", "%%")
     parser.add_argument(*names, **keywords)
+
+
+def _word(name: str, annotation: Any) -> str:
+    """Return a word for the value of a setting without a unit."""
+    if _is_path(annotation):
+        return "PATH"
+    return "RATE" if name.endswith("_per_s") else name.rpartition("_")[2].upper()
+
+
+def _is_path(annotation: Any) -> bool:
+    return annotation is Path or any(map(_is_path, get_args(annotation)))
 
 
 def _option(name: str) -> str:

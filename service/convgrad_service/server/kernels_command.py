@@ -34,7 +34,8 @@ def kernels(argv: Sequence[str] | None = None) -> int:
         nvrtc = find_nvrtc(_newest_cuda())
         architectures = options.arch or [describe(0).architecture]
     except (CompileError, DeviceUnavailable) as missing:
-        print(f"convgrad kernels: {missing}", file=sys.stderr)
+        hint = "" if isinstance(missing, CompileError) else "; --arch names one that is not here"
+        print(f"convgrad kernels: {missing}{hint}", file=sys.stderr)
         return 1
     failed = 0
     for architecture in architectures:

@@ -35,7 +35,7 @@ def valid_tuning_table(path: Path) -> Path:
 def valid_otlp_endpoint(url: str) -> str:
     """Return the URL of an OTLP endpoint."""
     if not url.startswith(("http://", "https://")):
-        raise ValueError("expected a URL that begins with http:// or https://")
+        raise ValueError(f"expected a URL that begins with http:// or https://, got {url!r}")
     try:
         installed = find_spec("opentelemetry.exporter.otlp.proto.http") is not None
     except ModuleNotFoundError:  # a parent package is missing
