@@ -202,6 +202,7 @@ FIRST_DATA = (
     HopperFirstData(),
     COL2IM,
     HopperFirstData(sparse=True),
+    FirstForward(),
 )
 FIRST_WEIGHT = (
     Patches((DenseWeight(),)),

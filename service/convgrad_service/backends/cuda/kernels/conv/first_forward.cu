@@ -3,7 +3,8 @@
 //
 //   y[n, k, o] = sum over c and r of x[n, c, o*stride + r - pad] * w[k, c, r].
 // M = positions q of a row of y, N = channels of y, K = kernel rows x columns of windows: the matrices of
-// first_windows.cuh, whose columns are the taps of a kernel row x channels.
+// first_windows.cuh, whose columns are the taps of a kernel row x channels. Products are those of mma.sync,
+// which rounds float32 to TF32; with EXACT they are float32's own, by FMA instructions.
 //
 // Grid: blocks of channels (fastest), ranges of units.
 // Block: 32 * `warp_channels` channels and a range of units. Warps: warp_channels x warps along the unit, each
@@ -45,7 +46,7 @@ struct FirstForwardArgs {
 namespace {
 
 using T = ELEMENT;
-constexpr bool kWide = sizeof(T) == 4;
+constexpr bool kWide = sizeof(T) == 4, kExact = EXACT;
 constexpr int kBytes = static_cast<int>(sizeof(T));
 constexpr int kChunk = 16 / kBytes;
 constexpr int kSteps = 8;                    // steps whose coordinates are precomputed
@@ -194,6 +195,38 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     }
   };
 
+  // A lane has the same results as with mma: 4 positions, 8 apart, of 8 channels.
+  const char* const x_lane = base + (warp_q + (lane >> 2)) * x.pitch();
+  const char* const w_lane = weights + (warp_channel * 32 + (lane & 3) * 2) * w_pitch;
+  const auto multiply_exact = [&](int ring, int tap) {
+    const int first_slot = ring + geometry.stride[1] * warp_row;
+#pragma unroll 1
+    for (int at = 0; at < tiles * 2; ++at) {  // half a column tile, 16 bytes, at a time
+      const Tile tile = places[at / 2];
+      int slot = first_slot + tile.row;
+      if (slot >= x.ring_rows()) slot -= x.ring_rows();
+      const char* const from = x_lane + slot * x.row_bytes() + tile.bytes + at % 2 * 16;
+      float4 value[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        value[i] = *reinterpret_cast<const float4*>(from + i * 8 * x.pitch());
+      }
+#pragma unroll
+      for (int e = 0; e < 8; ++e) {
+        const float4 weight = *reinterpret_cast<const float4*>(
+            w_lane + (e / 2 * 8 + e % 2) * w_pitch + (tap * tiles * 2 + at) * 16);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          float& result = sum[i / 2][e / 2][i % 2 * 2 + e % 2];
+          result = fmaf(value[i].x, weight.x, result);
+          result = fmaf(value[i].y, weight.y, result);
+          result = fmaf(value[i].z, weight.z, result);
+          result = fmaf(value[i].w, weight.w, result);
+        }
+      }
+    }
+  };
+
   const auto write = [&](const Unit& unit) {
     const int p = unit.p0 + warp_row;
     if (p >= geometry.y_size[1]) return;
@@ -294,7 +327,13 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     }
     const bool before = (warp >> 2) & 1;
     if (ready && before) x.lay_out(after, next, ring);
-    if (unit.inside) multiply(here, tap);
+    if (unit.inside) {
+      if constexpr (kExact) {
+        multiply_exact(here, tap);
+      } else {
+        multiply(here, tap);
+      }
+    }
     if (ready && !before) x.lay_out(after, next, ring);
     if (++tap == taps) {
       tap = 0;

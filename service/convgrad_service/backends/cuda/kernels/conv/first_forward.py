@@ -1,9 +1,10 @@
-"""fprop of a first layer (few input channels) by mma.sync (first_forward.cu)."""
+"""fprop of a first layer (few input channels) by mma.sync, or by FMA for float32's own products
+(first_forward.cu)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -31,6 +32,8 @@ __all__ = ["FirstForward"]
 
 CHANNELS = 32
 """Output channels, and output positions, of a warp tile."""
+MOST_CHANNELS_EXACT = 8
+"""The most channels of the source by FMA: of more, tiles of the dense kernels are mostly full."""
 MOST_WARP_CHANNELS = 4
 MOST_TILES = 256
 # By instance, the pairs of column tiles whose weights a warp keeps in registers.
@@ -64,19 +67,25 @@ class Cut:
         return 32 * self.warp_channels * self.unit_rows * (self.segment // CHANNELS)
 
 
-NEEDS = Requirements(tf32=True, dilated=False)
+NEEDS = Requirements(dilated=False)
 
 
 class FirstForward(Solver[ConvWork, Cut]):
-    """fwd with at most ``MOST_CHANNELS`` channels of the input."""
+    """fwd with few channels of the input. With products in float32 also bwd_data with stride 1 and
+    few channels of grad_output, as fwd with the taps in reverse order."""
 
     name = "first_forward"
 
     def solve(self, work: ConvWork, device: CudaDevice) -> Cut | str:
         if (reason := NEEDS.why_not(work, device)) is not None:
             return reason
-        if work.in_channels > MOST_CHANNELS:
-            return f"{work.in_channels} channels of the input are more than {MOST_CHANNELS}"
+        most = MOST_CHANNELS_EXACT if _is_exact(work) else MOST_CHANNELS
+        if work.channels[0] > most:
+            return f"{work.channels[0]} channels of the source are more than {most}"
+        if work.direction == "bwd_data":
+            if not _is_exact(work) or max(work.stride) > 1:
+                return "a gradient with strides, or of products that tensor cores compute"
+            work = _reversed(work)
         tiles = _column_tiles(work)
         if tiles > MOST_WARPS or work.kernel[1] * tiles > MOST_TILES:
             return f"{work.kernel[1]} rows of {tiles} tiles of columns"
@@ -91,10 +100,17 @@ class FirstForward(Solver[ConvWork, Cut]):
         return cut or "windows of a row and the weights do not fit into shared memory"
 
     def fragment(self, work: ConvWork, device: CudaDevice, cut: Cut) -> Fragment:
+        name, first_tap = self.name, 0
+        if work.direction == "bwd_data":
+            name += "_bwd_data"
+            taps = zip(work.kernel, work.w.strides[3:], strict=True)
+            first_tap = sum((extent - 1) * stride for extent, stride in taps)
+            work = _reversed(work)
         x = prepare_rows(work, device)
         args = FirstForwardArgs()
         args.x_stride[:], args.y_stride[:] = x.operand.strides, work.y.strides
         args.w_stride[:] = work.w.strides
+        args.w = first_tap * work.dtype.itemsize
         args.windows = _window_args(work, x.operand, cut)
         args.alpha, args.beta = work.alpha, work.beta
         args.activation, args.plain = ACTIVATIONS[work.activation], _plain(work)
@@ -109,20 +125,51 @@ class FirstForward(Solver[ConvWork, Cut]):
         extents = (work.batch, 1, work.out_channels, *work.output)
         args.wide_stores = work.out_channels % 8 == 0 and in_whole_chunks(work.y, extents, 2)
         launch = Launch(
-            _instance(work.dtype, _register_weights(work, device)),
+            _instance(work.dtype, _register_weights(work, device), exact=_is_exact(work)),
             (args.channel_blocks * args.ranges, 1, 1),
             (cut.threads, 1, 1),
             pack(args, x=x.operand, w=work.w, y=work.y, accumulate=work.accumulate, bias=work.bias),
             cut.shared_bytes - STATIC_BYTES,
         )
-        return Fragment(self.name, (*x.steps, launch), x.workspace)
+        return Fragment(name, (*x.steps, launch), x.workspace)
 
     def instances(self) -> Iterable[Instance]:
         return [
-            _instance(dtype, pairs)
+            _instance(dtype, pairs, exact=exact)
             for dtype in DTYPES
             for pairs in ((*REGISTER_WEIGHTS, None) if dtype.itemsize == 2 else (None,))
+            for exact in ((False, True) if dtype is DType.FLOAT32 else (False,))
         ]
+
+
+def _is_exact(work: ConvWork) -> bool:
+    """Return whether products are float32's own."""
+    return work.dtype is DType.FLOAT32 and work.precision != "high"
+
+
+def _reversed(work: ConvWork) -> ConvWork:
+    """Return bwd_data with stride 1 as fwd from grad_output. Its weight starts at the last tap."""
+    conv = work.conv
+    g, k, c, *taps = work.w.strides
+    t, r, s = (-stride for stride in taps)
+    return replace(
+        work,
+        direction="fwd",
+        conv=replace(
+            conv,
+            in_channels=conv.out_channels,
+            out_channels=conv.in_channels,
+            input_size=conv.output_size,
+            output_size=conv.input_size,
+            padding=tuple(
+                (extent - 1 - before, extent - 1 - after)
+                for extent, (before, after) in zip(conv.kernel_size, conv.padding, strict=True)
+            ),
+        ),
+        x=work.y,
+        y=work.x,
+        w=replace(work.w, strides=(g, c, k, t, r, s)),
+    )
 
 
 def _column_tiles(work: ConvWork) -> int:
@@ -206,7 +253,7 @@ def _cut(work: ConvWork, device: CudaDevice) -> Cut | None:
     return None
 
 
-def _instance(dtype: DType, pairs: int | None) -> Instance:
+def _instance(dtype: DType, pairs: int | None, *, exact: bool) -> Instance:
     return Instance.of(
         "conv/first_forward.cu",
         BEFORE_BLACKWELL if pairs == REGISTER_WEIGHTS[-1] else ARCHITECTURES,
@@ -214,4 +261,5 @@ def _instance(dtype: DType, pairs: int | None) -> Instance:
         RESIDENT=pairs is not None,
         PAIRS=pairs or 1,
         STAGES=STAGES,
+        EXACT=exact,
     )
