@@ -122,7 +122,7 @@ class Engine(Protocol):
     async def queue_position(self, handle: JobHandle) -> int | None:
         """Return how many tasks are ahead of a job; None once it runs."""
 
-    def report_line(self, length: int) -> None:
+    def report_waiting(self, length: int) -> None:
         """Note how many requests of this front end wait for admission."""
 
     def observe(self, record: Record) -> None:
@@ -335,7 +335,7 @@ class Hub:
     async def queue_position(self, handle: JobHandle) -> int | None:
         return self.scheduler.position(handle)  # type: ignore[arg-type]
 
-    def report_line(self, length: int) -> None:
+    def report_waiting(self, length: int) -> None:
         self.scheduler.lines[self] = length
 
     def observe(self, record: Record) -> None:

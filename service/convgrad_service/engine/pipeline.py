@@ -112,7 +112,7 @@ class Pipeline:
         self.gate = AdmissionGate(
             lambda: engine.room if not self.draining else _ROOM_WHILE_DRAINING,
             lambda: _AHEAD + 2 * engine.slots if not self.draining else _ROOM_WHILE_DRAINING,
-            engine.report_line,
+            engine.report_waiting,
         )
         self._prepared: OrderedDict[tuple[str, Hashable | None], PreparedRequest] = OrderedDict()
         self._codecs = ThreadPoolExecutor(codec_threads, thread_name_prefix="codec")

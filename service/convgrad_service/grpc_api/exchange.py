@@ -123,8 +123,8 @@ class Exchanges:
             context.code = error.code
             return None, without_frames(error)
         except grpc.aio.AbortError:
-            # Already ended by `Call.cut`, or by another request of its stream.
-            context.code = Internal.code if call.cut_by is None else call.cut_by.code
+            # Already ended by `Call.end_with`, or by another request of its stream.
+            context.code = Internal.code if call.ended_by is None else call.ended_by.code
             raise
         except (asyncio.CancelledError, grpc.aio.InternalError):
             # The client has gone, or its deadline has passed, which grpcio reports itself.

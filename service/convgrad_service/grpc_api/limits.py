@@ -89,14 +89,14 @@ class Places:
     def _displace(self, newcomer: Call) -> bool:
         longest = min(self._idle_since_s, key=self._idle_since_s.__getitem__)
         if time.monotonic() - self._idle_since_s[longest] >= self._patience_s:
-            self._cut(
+            self._end(
                 longest, RequestTimeout(f"{self._idle} {self._patience_s:g} s, and others wait")
             )
             return True
         found = larger_share(dict.fromkeys(self._idle_since_s, 1), newcomer, 1)
         if not found:
             return False
-        self._cut(
+        self._end(
             min(found, key=self._idle_since_s.__getitem__),
             Overloaded(
                 f"this client had {len(found)} of {self.count} places, and others wait",
@@ -105,9 +105,9 @@ class Places:
         )
         return True
 
-    def _cut(self, call: Call, error: ServiceError) -> None:
+    def _end(self, call: Call, error: ServiceError) -> None:
         del self._idle_since_s[call]
-        call.cut(error)
+        call.end_with(error)
 
 
 class Arrivals:
@@ -222,7 +222,7 @@ class _Arrival:
     def _late(self) -> None:
         permits = self._arrivals.permits
         if not permits.take(self._call):
-            self._call.cut(
+            self._call.end_with(
                 Overloaded(
                     f"{permits.count} messages are being received, the maximum",
                     retry_after_s=RETRY_AFTER_S,
@@ -231,7 +231,7 @@ class _Arrival:
             return
         remaining_s = max(self._deadline.remaining_s, 0.0)
         self._timer = asyncio.get_running_loop().call_later(
-            remaining_s, lambda: self._call.cut(self._deadline.exceeded())
+            remaining_s, lambda: self._call.end_with(self._deadline.exceeded())
         )
 
 
@@ -268,7 +268,7 @@ class Answers:
         if not self._waiting and self._fits(call, size_bytes):
             return self._count(call, size_bytes)
         loop = asyncio.get_running_loop()
-        self._cut_the_oldest(loop.time())
+        self._disconnect_oldest(loop.time())
         turn: asyncio.Future[Answer] = loop.create_future()
         self._waiting[turn] = call, size_bytes
         self._serve()
@@ -305,11 +305,11 @@ class Answers:
         self._unread[answer] = None
         return answer
 
-    def _cut_the_oldest(self, now_s: float) -> None:
+    def _disconnect_oldest(self, now_s: float) -> None:
         """Disconnect the client of the oldest answer if it had time enough to read it."""
         oldest = next(iter(self._unread), None)
         if oldest is not None and now_s - oldest.since_s > self._idle_s:
-            oldest.cut()
+            oldest.disconnect()
 
     def _relieve(self, turn: asyncio.Future[Answer], call: Call, size_bytes: int) -> None:
         """Disconnect clients that leave more unread than ``call`` would, until its answer fits."""
@@ -324,7 +324,7 @@ class Answers:
             found = [each for each in unread if each.call in give_way and each.since_s <= before_s]
             if not found:
                 return
-            found[0].cut()
+            found[0].disconnect()
             excess -= self._bytes[found[0].call.peer]
             unread = [each for each in unread if each.call.peer != found[0].call.peer]
 
@@ -353,13 +353,13 @@ class Answer:
         loop = asyncio.get_running_loop()
         self._answers, self.call, self.size_bytes = answers, call, size_bytes
         self.since_s = loop.time()
-        self._timer = loop.call_later(longest_s, self.cut)
+        self._timer = loop.call_later(longest_s, self.disconnect)
 
     def left(self, _: object = None) -> None:
         """Stop counting: the answer has been sent, or never will be."""
         self._timer.cancel()
         self._answers.remove(self)
 
-    def cut(self) -> None:
+    def disconnect(self) -> None:
         """End the connection: grpcio cannot end a call whose answer waits to be read."""
         self.call.disconnect()
