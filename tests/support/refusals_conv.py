@@ -182,7 +182,7 @@ CONV_REFUSALS: list[tuple[str, dict[str, Any], str]] = [
         "grouped_conv_bwd_weight",
         WEIGHT | {"weight_size": None, "grad_output": ones(8, 64, 30, 33)},
         "in spatial dimension 1 input has 30 positions and grad_output 33, with stride 1, padding "
-        "[1, 1] and dilation 1; expected sizes that some kernel leads between" + NCHW,
+        "[1, 1] and dilation 1; expected sizes that some kernel size connects" + NCHW,
     ),
     (
         "grouped_conv_bwd_weight",

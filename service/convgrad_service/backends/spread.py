@@ -97,5 +97,5 @@ def _awaited(future: Future[Outcome], cancelled: threading.Event | None) -> Outc
     # Not by a timeout of `result`: the answer may come between that and a look whether it has.
     while not wait([future], timeout=_LOOK_S).done:
         if cancelled is not None and cancelled.is_set():
-            raise DeadlineExceeded("the answer was not wanted any more")
+            raise DeadlineExceeded("the request was cancelled before its answer was ready")
     return future.result()

@@ -190,7 +190,7 @@ class Pipeline:
             self.admit()
             waited_s = time.monotonic() - began_s
             raise Overloaded(
-                "more requests wait for their turn than may be queued",
+                "the queue is full, and so is the line of requests in front of it",
                 retry_after_s=max(waited_s, _RETRY_AFTER_S),
             )
         return admission

@@ -99,7 +99,7 @@ class Places:
         self._end(
             min(found, key=self._idle_since_s.__getitem__),
             Overloaded(
-                f"this client had {len(found)} of {self.count} places, and others wait",
+                f"this client had {len(found)} of {self.count} permits or streams, and others wait",
                 retry_after_s=RETRY_AFTER_S,
             ),
         )
@@ -116,7 +116,7 @@ class Arrivals:
     def __init__(self, settings: Settings, *, needs_key: bool = True) -> None:
         permits = settings.grpc_message_permits if needs_key else _OPEN_PERMITS
         patience_s = settings.body_idle_timeout_s
-        self.permits = Places(permits, patience_s, "the message has not come within")
+        self.permits = Places(permits, patience_s, "the message has not arrived within")
         self.streams = Places(
             _STREAMS_PER_PERMIT * permits, patience_s, "the stream has been silent for"
         )

@@ -86,7 +86,7 @@ class Body:
     ) -> None:
         if content_length is not None and content_length > limits.max_bytes:
             raise PayloadTooLarge(
-                f"Content-Length is {content_length:,}; this server takes bodies of at most "
+                f"Content-Length is {content_length:,}; this server accepts at most "
                 f"{limits.max_bytes:,} bytes of this media type"
             )
         self.content_length = content_length
@@ -222,7 +222,7 @@ class Body:
 
     def _idle(self) -> RequestTimeout:
         return RequestTimeout(
-            f"nothing more of the body came for {self._limits.idle_timeout_s:g} s, after "
+            f"no more of the body arrived for {self._limits.idle_timeout_s:g} s, after "
             f"{self.received_bytes:,} bytes"
         )
 
@@ -270,13 +270,13 @@ class Body:
             late = (end - self.received_bytes) * held_s > came * MAX_TRANSFER_S
             if late and held_s > limits.patience_s and limits.others_wait():
                 raise RequestTimeout(
-                    f"{came:,} of {end - before:,} bytes of the body came in {held_s:.1f} s, and "
-                    "other requests wait for the memory that it takes"
+                    f"{came:,} of {end - before:,} bytes of the body arrived in {held_s:.1f} s, "
+                    "and other requests wait for the memory that it holds"
                 )
         if (took_s - limits.idle_timeout_s) * limits.min_bytes_per_s > self.received_bytes:
             raise RequestTimeout(
-                f"{self.received_bytes:,} bytes of the body came in {took_s:.1f} s; this server "
-                f"waits for no less than {limits.min_bytes_per_s:,.0f} bytes a second"
+                f"{self.received_bytes:,} bytes of the body arrived in {took_s:.1f} s; this "
+                f"server requires at least {limits.min_bytes_per_s:,.0f} bytes per second"
             )
 
 

@@ -311,8 +311,8 @@ class GuardedProtocol(LimitedProtocol):
         self.parts_bytes += len(body)
         if self._parts > _MANY_PARTS and self.parts_bytes < self._parts * _SMALL_PART_BYTES:
             self._refusal = MalformedRequest(
-                f"the body came in {self._parts:,} parts of {self.parts_bytes / self._parts:.0f} "
-                f"bytes on average; expected {_SMALL_PART_BYTES} or more"
+                f"the body arrived in {self._parts:,} parts of "
+                f"{self.parts_bytes / self._parts:.0f} bytes on average; expected {_SMALL_PART_BYTES} or more"
             )
             raise ValueError(self._refusal.detail)
         super().on_body(body)
