@@ -59,11 +59,11 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Vitals:
-    """How a device is: its memory, whoever uses it, and the kernels that were needed so far.
+    """The state of a device: its memory, used by any process, and the kernels needed so far.
 
-    ``kernels_found`` lay compiled in the cache, ``kernels_compiled`` did not and took
-    ``compile_s`` together; one that this process has loaded counts once. ``uuid`` is a GPU's, as
-    NVIDIA's tools write it.
+    ``kernels_found`` were in the kernel cache; ``kernels_compiled`` were not, and took
+    ``compile_s`` seconds in total. Each kernel that this process has loaded counts once. ``uuid``
+    is the GPU's, as NVIDIA's tools print it.
     """
 
     memory_used_bytes: int = 0
@@ -180,11 +180,11 @@ class Stopwatch(Protocol):
         ...
 
     def run_of(self, count: int) -> float:
-        """Seconds of so many runs, one right after another."""
+        """Return the seconds that a number of back-to-back runs take."""
         ...
 
     def like(self, run: Callable[[], Any]) -> Stopwatch:
-        """The same clock for something else, which ``run`` puts on the same device."""
+        """Return a clock for ``run``, which must use the same device."""
         ...
 
     def others(self) -> Iterator[tuple[str, AbstractContextManager[Stopwatch]]]:

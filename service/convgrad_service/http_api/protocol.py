@@ -147,7 +147,7 @@ class GuardedProtocol(LimitedProtocol):
     _parts = 0
     parts_bytes = 0
     gone: Callable[[], None] | None = None
-    """Called when the client has gone; set by whoever computes for it."""
+    """Called when the client has gone; set by the endpoint that computes."""
     watching: RequestResponseCycle | None = None
     """The exchange that set ``gone``. Later requests may have been received already."""
 
@@ -312,7 +312,8 @@ class GuardedProtocol(LimitedProtocol):
         if self._parts > _MANY_PARTS and self.parts_bytes < self._parts * _SMALL_PART_BYTES:
             self._refusal = MalformedRequest(
                 f"the body arrived in {self._parts:,} parts of "
-                f"{self.parts_bytes / self._parts:.0f} bytes on average; expected {_SMALL_PART_BYTES} or more"
+                f"{self.parts_bytes / self._parts:.0f} bytes on average; expected at least "
+                f"{_SMALL_PART_BYTES}"
             )
             raise ValueError(self._refusal.detail)
         super().on_body(body)

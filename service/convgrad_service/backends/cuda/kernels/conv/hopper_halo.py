@@ -103,7 +103,7 @@ class HopperHalo:
         if max(axis.y_step * stride for axis, stride in rows) * MAX_BOX * 2 > MAX_INDEX:
             return f"rows of the result that lie {max(work.result.strides[3:])} elements apart"
         if any(all(phase.taps == 0 for phase in axis.phases) for axis in axes):
-            return "no tap meets the input"
+            return "all taps are in the padding"
         if not some_tile_fits(work, axes, device):
             return "no tile and its halo fit into shared memory"
         return None

@@ -39,7 +39,7 @@ class PatchProducts(LoweringFamily):
         if work.groups != 1 or work.in_channels > MOST_CHANNELS:
             return f"{work.groups} groups of {work.in_channels} channels of the input"
         if work.kernel != work.stride or any(work.pad):
-            return "patches that overlap, or lie apart"
+            return "patches that overlap, or have gaps between them"
         if any(k > 1 and d > 1 for k, d in zip(work.kernel, work.dilation, strict=True)):
             return "dilated"
         numbers = work.taps * work.in_channels
@@ -56,7 +56,7 @@ class PatchProducts(LoweringFamily):
         elif work.direction == "bwd_weight":
             accumulate = work.accumulate or work.w
             if accumulate.strides != work.w.strides:
-                return "accumulate does not lie as the weight does"
+                return "accumulate and the weight have different strides"
         product = _product(work)
         size_bytes = work.batch * prod(work.output) * product.in_channels * work.dtype.itemsize
         forward = work.direction != "bwd_data"

@@ -38,7 +38,7 @@ class Patches(LoweringFamily):
             return "no stride, or dilated"
         whole = work.kernel[2], work.pad[2], work.input[2]
         if any(extent % stride for extent in whole):
-            return f"taps, padding or W are no multiple of the stride {stride}"
+            return f"taps, padding or W are not a multiple of the stride {stride}"
         folded = stride * channels
         # Splitting along W would change the folding, and so the order of summation.
         cut = work.conv.ndim == 1 and work.direction != "bwd_weight"
@@ -55,7 +55,7 @@ class Patches(LoweringFamily):
         ):
             return "W and channels do not lie side by side"
         if work.accumulate is not None and work.accumulate.strides != work.result.strides:
-            return "accumulate does not lie as the result does"
+            return "accumulate and the result have different strides"
         return Lowered(_folded(work))
 
 

@@ -108,7 +108,7 @@ class DepthwiseDirect(Solver[ConvWork, DirectLayout]):
         )
 
     def _launch(self, whole: ConvWork, layout: DirectLayout, first: int, images: int) -> Launch:
-        """Return the launch that computes so many images, from the first one on."""
+        """Return the launch that computes a number of consecutive images."""
         work = replace(whole, conv=replace(whole.conv, batch=images))
         source, result = work.sides
         backward, pad, period = work.direction == "bwd_data", list(work.pad), work.kernel[2]

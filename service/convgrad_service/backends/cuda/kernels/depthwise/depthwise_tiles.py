@@ -111,7 +111,7 @@ def plane_of(work: ConvWork, general: bool = False) -> Plane | str:
     if work.kernel[0] != 1 or work.stride[0] != 1 or work.pad[0] != 0:
         return "three dimensions"
     if work.input[0] != work.output[0]:
-        return "planes that meet nothing"
+        return "input and output have different depths"
     if work.stride[1] != work.stride[2]:
         return f"two strides, {work.stride[1]} and {work.stride[2]}"
     if work.input[1] == work.output[1] == work.kernel[1] == 1 and work.pad[1] == 0:

@@ -69,7 +69,7 @@ class HopperGrouped:
         x_size, y_size = sizes_of(work)
         above = -first_of(work, 1)
         if max(above, y_size[0] + 2 - above - x_size[0]) > 2:
-            return f"a padding of {work.pad}: rows of results that meet no source"
+            return f"a padding of {work.pad}: some rows of the result depend on padding alone"
         source, result = work.sides
         for side, operand in (("source", source), ("result", result)):
             reason = why_not_pixels(work, side, operand, channels[0])

@@ -44,7 +44,7 @@ SWIZZLE_ATOM, ALIGNMENT, STATIC_BYTES = 512, 1024, 1024
 STAGES = (8, 6, 5, 4, 3, 2)
 MOST_CLUSTER = 8
 PLACES = (32, 64, 128, 256, 512, 1024)
-"""Of tiles with at most so many pixels, and more than the next smaller, the best is a candidate."""
+"""Limits of size classes, in pixels: the best tile of each class is a candidate."""
 ROW_BYTES, STEP_BYTES = 16, 8
 
 
