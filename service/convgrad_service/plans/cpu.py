@@ -124,7 +124,7 @@ def _why_not_grouped(
         return f"one group, whose {in_lanes} channels fill the dense kernels' vectors of {lanes}"
     channels = max(in_channels, out_channels)
     if channels > GROUPED_CHANNELS:
-        return f"{channels} channels a group are more than {GROUPED_CHANNELS}"
+        return f"{channels} channels per group are more than {GROUPED_CHANNELS}"
     return None
 
 

@@ -45,9 +45,9 @@ class PatchProducts(LoweringFamily):
         numbers = work.taps * work.in_channels
         narrow = work.dtype.itemsize == 2 and work.direction != "fwd"
         if numbers < (LEAST_GRADIENT_PATCH if narrow else LEAST_PATCH):
-            return f"patches of {numbers} numbers"
+            return f"patches of {numbers} elements"
         if _patch_order(work) is None:
-            return "the weights of an output channel do not follow one another"
+            return "the weights of an output channel are not contiguous"
         if work.direction == "bwd_data":
             if work.bias is not None or work.accumulate is not None:
                 return "an epilogue of the gradient of the input"
@@ -130,7 +130,7 @@ def _copy(work: ConvWork, patches: Operand) -> Copy:
     """Return the copy between the input and its contiguous patches."""
     order, extents = _patch_order(work), dict(enumerate(_extents(work), CHANNEL))
     if order is None:
-        raise ValueError("the weights of an output channel do not follow one another")
+        raise ValueError("the weights of an output channel are not contiguous")
     target = dict(zip(order, contiguous_strides(tuple(extents[a] for a in order)), strict=True))
     axes = [CopyAxis(work.batch, work.x.strides[0], patches.strides[0])]
     axes += [

@@ -48,12 +48,12 @@ class Patches(LoweringFamily):
         if cut:
             return "large problems are cut along W"
         if not (flat or (apart and fills)):
-            return f"a position's {folded} numbers do not fill a tile"
+            return f"a position's {folded} elements do not fill a tile"
         if not all(
             (channels == 1 or operand.strides[2] == 1) and operand.strides[5] == channels
             for operand in (work.x, work.w)
         ):
-            return "W and channels do not lie side by side"
+            return "W and channels are not contiguous"
         if work.accumulate is not None and work.accumulate.strides != work.result.strides:
             return "accumulate and the result have different strides"
         return Lowered(_folded(work))

@@ -74,7 +74,7 @@ class DepthwiseDirect(Solver[ConvWork, DirectLayout]):
         if multiplier > 1 and work.direction == "bwd_data":
             return f"sums over {multiplier} channels"
         if work.accumulate is not None and work.accumulate.strides != work.sides[1].strides:
-            return "a tensor to accumulate with other strides"
+            return "accumulate and the result have different strides"
         if work.stride[2] not in STRIDES:
             return f"a stride of {work.stride[2]} along W"
         for stride, dilation, kernel in zip(work.stride, work.dilation, work.kernel, strict=True):

@@ -75,7 +75,7 @@ def why_not_depthwise(work: ConvWork, dtypes: Sequence[DType] = DTYPES) -> str |
     if work.dtype not in dtypes:
         return f"{work.dtype}"
     if work.groups == 1 or work.in_channels != 1:
-        return "not one input channel a group"
+        return "not one input channel per group"
     if work.x.strides[1] != 1 or work.y.strides[1] != multiplier:
         return "the channels are not contiguous"
     whole = work.direction != "bwd_weight" or work.w.strides[0] == multiplier * work.w.strides[1]
@@ -103,7 +103,7 @@ def plane_of(work: ConvWork, general: bool = False) -> Plane | str:
     if (reason := why_not_depthwise(work, IN_16_BITS)) is not None:
         return reason
     if multiplier != 1 and not general:
-        return f"{multiplier} output channels a group"
+        return f"{multiplier} output channels per group"
     if work.groups % CHUNK and not (work.x.padded and work.y.padded):
         return f"{work.groups} channels are not a multiple of {CHUNK}"
     if work.dilated and not general:

@@ -1,4 +1,4 @@
-// A grouped convolution of few channels a group, forward or the gradient of the input, on tensor
+// A grouped convolution of few channels per group, forward or the gradient of the input, on tensor
 // cores: M = positions of the result, N = result channels, K = taps x source channels, of one group
 // or of as many groups, merged, as fill whole 16-byte chunks of channels on both sides. The weight
 // of merged groups is block-diagonal. Launched by grouped_gather.py.

@@ -1,4 +1,4 @@
-// The gradient of a grouped convolution's weight, few channels a group, on tensor cores: M = taps x
+// The gradient of a grouped convolution's weight, few channels per group, on tensor cores: M = taps x
 // input channels, N = output channels, K = pixels of grad_output, of one group or of as many groups,
 // merged, as fill whole 16-byte chunks of channels on both sides (products between different groups
 // are discarded). Launched by grouped_weight.py.

@@ -174,7 +174,7 @@ class Box:
     def why_not(self) -> str | None:
         """Return why neither copies nor products are possible; None if they are."""
         if self.pairs_rows and self.tile[2] % 2:
-            return "an odd number of eights of columns"
+            return "a tile of an odd number of rows and of 8-column units"
         return why_not_copied(self.x_extent, self.parts.x_steps, WIDTH) or why_not_copied(
             self.y_extent, self.parts.y_steps, WIDTH
         )
