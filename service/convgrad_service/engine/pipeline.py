@@ -50,11 +50,11 @@ T = TypeVar("T")
 Parts = Mapping[str, RegionPart]
 
 _MAX_PREPARED = 256
-# How many large bodies are received ahead of workers that compute two problems per slot.
+# Large bodies that may be received but not computed, in addition to two per worker slot.
 _AHEAD = 6
 # Least time after which to try again when there are too many in line.
 _RETRY_AFTER_S = 1.0
-# While draining every request is refused, and none should wait in line for that.
+# While draining, every request is refused, without waiting in line first.
 _ROOM_WHILE_DRAINING = 1000
 
 

@@ -15,7 +15,7 @@ class Status(NamedTuple):
     Attributes
     ----------
     fault
-        Why no device works any more.
+        Why no device works; None while one does.
     overload
         The error text and Retry-After for new requests while the queue is full.
     missing

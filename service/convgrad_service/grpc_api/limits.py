@@ -24,7 +24,7 @@ from convgrad_service.server.settings import Settings
 __all__ = ["RETRY_AFTER_S", "Answer", "Answers", "Arrivals", "Places", "larger_share"]
 
 RETRY_AFTER_S = 1.0
-# Who shares: clients first, then the connections of one client, which may be a proxy.
+# Fairness is between clients first, then between the connections of one client (maybe a proxy).
 _SHARES: tuple[Callable[[Call], Hashable], ...] = (lambda call: call.client, lambda call: call.peer)
 # A message that arrives within this time needs no permit: the network bounds its size.
 _AT_ONCE_S = 0.1
@@ -40,8 +40,8 @@ _CONNECTION_SHARE = 1 / 4
 def larger_share(held: Mapping[Call, int], newcomer: Call, size: int) -> list[Call]:
     """Return the calls that should make room for ``size`` more of a newcomer's.
 
-    They are those of the client that holds most, if it holds more than the newcomer then would. If
-    there is none, they are those of such a connection.
+    These are the calls of the client that holds the most, if it holds more than the newcomer's
+    client would afterwards; otherwise, by the same rule, those of a connection.
     """
     for share in _SHARES:
         totals: Counter[Hashable] = Counter()
@@ -54,10 +54,10 @@ def larger_share(held: Mapping[Call, int], newcomer: Call, size: int) -> list[Ca
 
 
 class Places:
-    """Places of calls; when all are taken, a newcomer may displace another call.
+    """A limited number of places for calls; when all are taken, a newcomer may displace a call.
 
-    That is the call that has been idle longest, if for ``patience_s`` or more; otherwise one of the
-    client that has most places, if it has more than the newcomer's client then would.
+    It displaces the call that has been idle longest, if for ``patience_s`` or more; otherwise one
+    of the client with the most places, if that has more than the newcomer's client would have.
     """
 
     def __init__(self, count: int, patience_s: float, idle: str) -> None:
@@ -320,8 +320,8 @@ class Answers:
             held: Counter[Call] = Counter()
             for each in unread:
                 held[each.call] += each.size_bytes
-            give_way = larger_share(held, call, size_bytes)
-            found = [each for each in unread if each.call in give_way and each.since_s <= before_s]
+            heaviest = larger_share(held, call, size_bytes)
+            found = [each for each in unread if each.call in heaviest and each.since_s <= before_s]
             if not found:
                 return
             found[0].disconnect()

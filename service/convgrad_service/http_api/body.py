@@ -63,7 +63,7 @@ class Text:
     lease: Lease | None = None
 
     def release(self) -> None:
-        """Free the place in the arena; ``data`` must not be used any more."""
+        """Free the place in the arena; ``data`` must not be used any longer."""
         if self.lease is not None:
             self.lease.release()
             self.lease = None
