@@ -92,7 +92,7 @@ def why_not_images(work: ConvWork, most: int) -> str | None:
 
 
 def plane_of(work: ConvWork, general: bool = False) -> Plane | str:
-    """Return the plane of a work in a 16-bit type, channels last in whole chunks; or why it has none.
+    """Return the plane of a 16-bit, channels-last work in whole chunks; or why it has none.
 
     ``general`` allows dilation and several output channels per group.
     """

@@ -207,7 +207,7 @@ def test_the_first_of_two_launches_is_not_of_pairs() -> None:
     )
     plan = plan_for(problem, H200, FAMILIES)
     assert plan.kernel.startswith("depthwise_direct_fwd + ")
-    reason = "a launch that the next one overlaps, where this was not measured"
+    reason = "the next launch would overlap it, which was not measured"
     assert (DepthwisePairs().name, reason) in plan.passed_over
 
 
