@@ -55,7 +55,7 @@ class SharedMetadata(MetadataHookInterface):
 
 
 def _project_urls(repository: str) -> dict[str, str]:
-    """What a forge has below a repository's address, which whoever publishes knows."""
+    """Return the project URLs in a forge's repository, whose address the publisher gives."""
     if not repository:
         return {}
     files = f"{repository}/blob/main"

@@ -89,7 +89,7 @@ class RegionPool:
 
     @property
     def is_full(self) -> bool:
-        """Return whether so many regions are in use that results should be copied out."""
+        """Return whether too many regions are in use, so that results should be copied out."""
         with self._lock:
             self._collect()
             return len(self._regions) - len(self._idle) >= _MOST_IN_USE

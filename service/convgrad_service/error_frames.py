@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-__all__ = ["without_frames"]
+__all__ = ["without_traceback"]
 
 E = TypeVar("E", bound=BaseException)
 
 
-def without_frames(error: E) -> E:
+def without_traceback(error: E) -> E:
     """Return the error without its traceback, cause and context.
 
     Their frames hold the request's arrays. A frame that keeps the error in a variable makes a cycle

@@ -1,4 +1,4 @@
-"""Priorities of threads: those that compute must not keep the event loop waiting."""
+"""Thread priorities: threads that compute must not delay the event loop."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import os
 import sys
 import threading
 
-__all__ = ["give_way", "switch_soon"]
+__all__ = ["lower_priority", "set_switch_interval"]
 
-# High enough that a thread that wakes briefly runs at once; low enough that computing keeps most of
-# a core when other processes run too.
+# High enough that briefly waking threads of normal priority run at once; low enough that computing
+# keeps most of a core beside other processes.
 NICENESS = 5
 # Of linux/prctl.h.
 _PR_SET_TIMERSLACK, _SLACK_NS = 29, 1000
 
 
-def give_way() -> None:
+def lower_priority() -> None:
     """Lower the calling thread's priority, where the system has priorities for threads."""
     if sys.platform == "linux":
         thread = threading.get_native_id()
@@ -25,10 +25,10 @@ def give_way() -> None:
         os.setpriority(os.PRIO_PROCESS, thread, min(nicer, 19))
 
 
-def switch_soon(seconds: float) -> None:
-    """Let a thread that holds the interpreter keep others waiting for ``seconds`` only.
+def set_switch_interval(seconds: float) -> None:
+    """Set how long a thread may hold the interpreter lock while others wait for it.
 
-    For the whole process, if called before it starts threads: they inherit the slack of timers.
+    Call it before the process starts threads, which inherit the timer slack set here.
     """
     sys.setswitchinterval(seconds)
     if sys.platform == "linux":

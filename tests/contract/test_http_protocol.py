@@ -159,7 +159,7 @@ def test_a_small_request_cannot_ask_for_a_large_answer() -> None:
     with serving(Zeros(), max_inflight_bytes="8GiB", max_output_ratio=2.0) as server:
         refused = server.post(body, path="/conv_fwd")
         assert (refused.status_code, refused.json()["code"]) == (413, "problem-too-large")
-        assert "at most 2 bytes for each byte that it gets" in refused.json()["detail"]
+        assert "at most 2 bytes for each byte that it receives" in refused.json()["detail"]
         assert "CONVGRAD_MAX_OUTPUT_RATIO" in refused.json()["detail"]
         # 64 MiB are always allowed.
         assert server.post(body.replace(b"16000", b"100"), path="/conv_fwd").status_code == 200

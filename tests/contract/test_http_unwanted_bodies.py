@@ -60,17 +60,17 @@ def test_a_request_that_begins_to_come_behind_a_body_nobody_wanted_is_not_cut(
         assert read_one(connection).startswith(b"HTTP/1.1 200 ")
 
 
-def test_a_request_behind_a_body_that_was_given_up_as_it_landed_is_answered(
+def test_a_request_behind_a_body_that_was_given_up_as_it_arrived_is_answered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(middleware, "_MODEST_BODY_WAIT_S", 30.0)
-    stop, stopped = Connection.stop_landing, threading.Event()
+    stop, stopped = Connection.stop_receiving, threading.Event()
 
     def stopping(exchange: Connection) -> None:
         stop(exchange)
         stopped.set()
 
-    monkeypatch.setattr(Connection, "stop_landing", stopping)
+    monkeypatch.setattr(Connection, "stop_receiving", stopping)
     body, _ = body_and_sum(1, 400 * KiB)
     assert len(body) < middleware._MODEST_BODY_BYTES
     sent = safetensors_request(body)

@@ -285,14 +285,14 @@ def test_a_failure_in_the_middle_breaks_the_stream(oip: OipServer, backend: Gate
 def test_parts_are_refused_where_an_answer_is_one_message(oip: OipServer) -> None:
     with (
         grpcclient.InferenceServerClient(oip.grpc) as client,
-        pytest.raises(InferenceServerException, match="over ModelStreamInfer alone"),
+        pytest.raises(InferenceServerException, match="only ModelStreamInfer can answer"),
     ):
         client.infer(**asked())
     given = httpclient.InferInput("grad_output", (1, 1, 1, 1), "FP32")
     given.set_data_from_numpy(np.ones((1, 1, 1, 1), np.float32))
     with (
         httpclient.InferenceServerClient(oip.http) as client,
-        pytest.raises(InferenceServerException, match="over ModelStreamInfer alone"),
+        pytest.raises(InferenceServerException, match="only ModelStreamInfer can answer"),
     ):
         client.infer("conv_bwd_data", [given], parameters={"in_parts": True})
 

@@ -175,14 +175,14 @@ CONV_REFUSALS: list[tuple[str, dict[str, Any], str]] = [
         "grouped_conv_bwd_weight",
         WEIGHT | {"weight_size": None, "grad_output": ones(8, 64, 15, 15), "stride": 2},
         "weight_size is missing; expected it, since in spatial dimension 0 input has 30 positions "
-        "and grad_output 15, with stride 2, padding [1, 1] and dilation 1: kernels of 3 to 4 lead "
-        "there",
+        "and grad_output 15, with stride 2, padding [1, 1] and dilation 1: kernels of 3 to 4 are "
+        "possible",
     ),
     (
         "grouped_conv_bwd_weight",
         WEIGHT | {"weight_size": None, "grad_output": ones(8, 64, 30, 33)},
         "in spatial dimension 1 input has 30 positions and grad_output 33, with stride 1, padding "
-        "[1, 1] and dilation 1; expected sizes that some kernel leads between" + NCHW,
+        "[1, 1] and dilation 1; expected sizes that some kernel size connects" + NCHW,
     ),
     (
         "grouped_conv_bwd_weight",

@@ -142,8 +142,8 @@ POOL_REFUSALS: list[tuple[str, dict[str, Any], str]] = [
             "kernel_size": 2,
             "output_size": [4, 6],
         },
-        "output_size is 6 in spatial dimension 1; expected more than 2 and less than 6, which "
-        "kernel_size, stride and padding lead to",
+        "output_size is 6 in spatial dimension 1; expected more than 2 and less than 6, from "
+        "kernel_size, stride and padding",
     ),
     (
         "max_unpool_fwd",

@@ -70,21 +70,21 @@ def _parser() -> argparse.ArgumentParser:
             "--dtype",
             choices=[dtype.value for dtype in FLOATING],
             default=DType.FLOAT32.value,
-            help="of the tensors with random elements (default: %(default)s)",
+            help="dtype of the tensors given by --shape (default: %(default)s)",
         )
         operation.add_argument(
             "--warm-up",
             type=int,
             default=3,
             metavar="N",
-            help="calls that are not timed (default: %(default)s)",
+            help="calls before those that are timed (default: %(default)s)",
         )
         operation.add_argument(
             "--repeats",
             type=int,
             default=30,
             metavar="N",
-            help="calls that are timed (default: %(default)s)",
+            help="timed calls (default: %(default)s)",
         )
     return parser
 

@@ -48,7 +48,7 @@ def _parser() -> argparse.ArgumentParser:
         operation.add_argument(
             "--output",
             metavar="FILE",
-            help="where to write what comes back: .npy, .npz, .safetensors",
+            help="file to write the outputs to: .npy, .npz or .safetensors",
         )
     return parser
 

@@ -19,41 +19,41 @@ def add_connection_options(parser: argparse.ArgumentParser) -> None:
     """Add --url, --timeout, --connect-timeout, --max-retries, --header and --progress."""
     group = parser.add_argument_group("connection")
     group.add_argument(
-        "--url", help="the server (default: $CONVGRAD_URL, or http://127.0.0.1:8000)"
+        "--url", help="address of the server (default: $CONVGRAD_URL, or http://127.0.0.1:8000)"
     )
     group.add_argument(
         "--timeout",
         type=float,
         default=60.0,
         metavar="SECONDS",
-        help="for the whole call, retries included (default: %(default)g)",
+        help="time limit of the whole call, retries included (default: %(default)g)",
     )
     group.add_argument(
         "--connect-timeout",
         type=float,
         default=10.0,
         metavar="SECONDS",
-        help="for making a connection (default: %(default)g)",
+        help="time limit for connecting (default: %(default)g)",
     )
     group.add_argument(
         "--max-retries",
         type=int,
         default=2,
         metavar="N",
-        help="further attempts where trying again can help (default: %(default)s)",
+        help="retries after errors that may be temporary (default: %(default)s)",
     )
     group.add_argument(
         "--header",
         action="append",
         default=[],
         metavar="'NAME: VALUE'",
-        help="a header of every request; may be repeated ($CONVGRAD_API_KEY sends a key)",
+        help="header to send with every request; may be repeated (API key: $CONVGRAD_API_KEY)",
     )
     group.add_argument(
         "--progress",
         action=argparse.BooleanOptionalAction,
         default=sys.stderr.isatty() and find_spec("rich") is not None,
-        help="show a bar for what takes long (default: on a terminal, with convgrad[progress])",
+        help="show a progress bar for long calls (default: on a terminal, with convgrad[progress])",
     )
 
 

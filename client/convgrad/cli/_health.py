@@ -22,7 +22,8 @@ def run(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--live", action="store_true", help="ask only whether the process answers")
     parser.add_argument(
-        "--url", help="the server (default: $CONVGRAD_URL, or http://127.0.0.1:8000)"
+        "--url",
+        help="address of the server (default: $CONVGRAD_URL, or http://127.0.0.1:8000)",
     )
     parser.add_argument(
         "--timeout",

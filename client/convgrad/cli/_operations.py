@@ -21,9 +21,11 @@ def run(argv: Sequence[str]) -> int:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--offline", action="store_true", help="list what this client knows, asking no server"
+        "--offline",
+        action="store_true",
+        help="list this client's operations without asking a server",
     )
-    parser.add_argument("--json", action="store_true", help="print all that is known, as JSON")
+    parser.add_argument("--json", action="store_true", help="print full descriptions as JSON")
     add_connection_options(parser)
     options = parser.parse_args(argv)
     listed = _offline() if options.offline else _online(options)

@@ -97,7 +97,7 @@ def _add_options(
         metavar="NAME=VALUE",
         help="a parameter by name, as JSON or bare text; the same as the options below",
     )
-    parser.add_argument("--json", action="store_true", help="print what was found as JSON")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument(
         "--wire",
         choices=("safetensors", "json"),

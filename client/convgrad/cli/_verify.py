@@ -76,8 +76,8 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="TENSOR=FILE,FILE",
-        help="the first output with this tensor x replaced by y, and by x + y, of "
-        "convgrad.check.linear_pair",
+        help="results for the first output with this tensor x replaced by y, and by x + y; "
+        "convgrad.check.linear_pair(TENSOR, x, seed) returns y and x + y",
     )
     parser.add_argument(
         "--kernel",

@@ -123,7 +123,7 @@ def parse_field(request_model: type[Request], name: str, value: Any) -> Any:
 
 
 def refuse_unknown(request_model: type[Request], names: Iterable[Any]) -> None:
-    """Raise MalformedRequest for the first of ``names`` that is no field of the request."""
+    """Raise MalformedRequest for the first of ``names`` that is not a field of the request."""
     if (sentence := _unknown(request_model, names)) is not None:
         raise MalformedRequest(sentence)
 

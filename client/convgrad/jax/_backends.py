@@ -137,7 +137,7 @@ def chosen_backend(backend: Backend | None) -> Backend:
     Raises
     ------
     TypeError
-        It is no backend.
+        The argument is not a backend.
     convgrad.DeviceUnavailable
         As `Local`.
     """

@@ -54,7 +54,7 @@ class use:  # noqa: N801 - called like a function, as torch.no_grad is
     Raises
     ------
     TypeError
-        ``backend`` is no backend.
+        ``backend`` is not a `Backend`.
 
     Examples
     --------

@@ -1,1 +1,1 @@
-"""What runs plans: one package per kind of device."""
+"""Backends run plans; there is one package per kind of device."""

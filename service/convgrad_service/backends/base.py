@@ -1,4 +1,4 @@
-"""What the engine asks of a backend, and what a backend answers."""
+"""The interfaces between the engine and a backend."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One problem's outputs, by name, and what computing them took.
+    """A computed problem: its outputs by name, and how they were computed.
 
-    ``compute_s`` is seconds in the backend; ``workspace_bytes`` the memory used beyond inputs and
-    outputs. ``upload_s`` and ``download_s`` are the way to a device and back, where there is one.
-    ``words`` is the answer of a problem that is answered in words.
+    ``compute_s`` is the time in the backend, of which ``upload_s`` and ``download_s`` are copies to
+    and from a device. ``workspace_bytes`` is the memory used in addition to inputs and outputs.
+    ``words`` is the answer, as JSON, of a problem that computes no tensor.
     """
 
     outputs: dict[str, NDArray[Any]]
@@ -59,11 +59,11 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Vitals:
-    """How a device is: its memory, whoever uses it, and the kernels that were needed so far.
+    """The state of a device: its memory, used by any process, and the kernels needed so far.
 
-    ``kernels_found`` lay compiled in the cache, ``kernels_compiled`` did not and took
-    ``compile_s`` together; one that this process has loaded counts once. ``uuid`` is a GPU's, as
-    NVIDIA's tools write it.
+    ``kernels_found`` were in the kernel cache; ``kernels_compiled`` were not, and took
+    ``compile_s`` seconds in total. Each kernel that this process has loaded counts once. ``uuid``
+    is the GPU's, as NVIDIA's tools print it.
     """
 
     memory_used_bytes: int = 0
@@ -75,12 +75,12 @@ class Vitals:
 
 
 class Cancellation(threading.Event):
-    """Set once nobody wants the answer any more; a backend says through it that it gets on."""
+    """An event that is set once the result is no longer needed. Backends report progress to it."""
 
     progress = 0
 
     def advanced(self) -> None:
-        """Some part of the computation is done: it does not hang."""
+        """Report that a part of the computation is done, so that it does not count as hung."""
         self.progress += 1
 
 
@@ -101,34 +101,42 @@ class Backend(Protocol):
         cancelled: threading.Event | None = None,
         out: Mapping[str, NDArray[Any]] | None = None,
     ) -> Outcome:
-        """Compute a problem; blocks, and leaves the interpreter to others meanwhile.
+        """Compute a problem. Blocks, but releases the interpreter lock while computing.
 
-        ``tensors`` are the problem's inputs, in its layout. Once ``cancelled`` is set, the answer
-        is not wanted any more; where it is a `Cancellation`, each step that is done is reported to
-        it. ``out`` offers a place for each output; where a backend uses it,
-        that very array is the outcome's.
+        Parameters
+        ----------
+        tensors
+            The problem's inputs by name, with its shapes, dtypes and layout.
+        cancelled
+            Set once the result is no longer needed. A `Cancellation` is told of each step.
+        out
+            Arrays for outputs, by name. If the backend uses one, the outcome contains that array.
 
-        Raises:
-            InvalidProblem: the data contradict the problem (a pool index out of its window).
-            DeadlineExceeded: ``cancelled`` was set before the answer was ready.
-            UnsupportedProblem, DeviceOutOfMemory, DeviceUnavailable: no kernel, memory or device.
+        Raises
+        ------
+        InvalidProblem
+            The data contradict the problem, such as a pool index outside its window.
+        DeadlineExceeded
+            ``cancelled`` was set before the result was ready.
+        UnsupportedProblem, DeviceOutOfMemory, DeviceUnavailable
+            There is no kernel, memory or device.
         """
         ...
 
     def vitals(self) -> Vitals:
-        """How its device is now; asked every few seconds."""
+        """Return the current state of its device; called every few seconds."""
         ...
 
     def explain(self, problem: Problem) -> Plan:
-        """Which kernel `run` would use, and why not another; computes nothing."""
+        """Return which kernel `run` would use, and why not the others; computes nothing."""
         ...
 
 
 class DeviceTensor(Protocol):
-    """A tensor on a device, which `run` takes in an array's place. Cut like one."""
+    """A tensor on a device, which `run` accepts instead of an array. Can be sliced like one."""
 
     def fill(self, array: NDArray[Any]) -> None:
-        """Fill it from the host, and wait."""
+        """Copy an array from the host into it, and wait."""
         ...
 
     def read(self, target: NDArray[Any]) -> None:
@@ -140,17 +148,17 @@ class DeviceMemory(Protocol):
     """Memory of a device that another process owns."""
 
     def array(self, offset: int, spec: TensorSpec) -> DeviceTensor:
-        """A tensor in it."""
+        """Return a tensor in it, ``offset`` bytes from its start."""
         ...
 
     def close(self) -> None:
-        """Let go of it: nothing uses it any more."""
+        """Unmap it; nothing may use it afterwards."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What a device cannot exceed: computing in one type, moving, and starting a kernel."""
+    """A device's limits: FLOP/s in one dtype, memory bandwidth, and the time to launch a kernel."""
 
     flops_per_s: float
     bytes_per_s: float
@@ -159,141 +167,142 @@ class Rates:
 
 
 class Stopwatch(Protocol):
-    """One problem, ready to be run again and again on tensors that stay where they are.
+    """A problem that can be run repeatedly on the same tensors, and timed.
 
-    ``tensors`` are its inputs and outputs by name, as libraries on the same device take them.
+    ``tensors`` are its inputs and outputs by name, in a form that libraries on the device accept.
     """
 
     tensors: Mapping[str, Any]
 
     @property
     def predicted_s(self) -> float | None:
-        """What the plan expects; None where it has no model."""
+        """The plan's predicted time; None without a cost model."""
         ...
 
     def cold(self) -> float:
-        """Seconds of one run, the caches flushed before it."""
+        """Return the seconds of one run after the caches were flushed."""
         ...
 
     def warm(self) -> float:
-        """Seconds of one run after another."""
+        """Return the seconds of one run that follows another."""
         ...
 
     def run_of(self, count: int) -> float:
-        """Seconds of so many runs, one right after another."""
+        """Return the seconds that a number of back-to-back runs take."""
         ...
 
     def like(self, run: Callable[[], Any]) -> Stopwatch:
-        """The same clock for something else, which ``run`` puts on the same device."""
+        """Return a stopwatch for ``run``, which must use the same device."""
         ...
 
     def others(self) -> Iterator[tuple[str, AbstractContextManager[Stopwatch]]]:
-        """The other kernels that could run the problem, by name, best first."""
+        """Yield the other kernels that could compute the problem, with names, fastest first."""
         ...
 
     def clocks(self) -> Clocks | None:
-        """How the device runs at this moment."""
+        """Return the device's current clock rates and power; None if unknown."""
         ...
 
 
 class ServingBackend(Backend, Protocol):
-    """A backend that a worker of a server runs."""
+    """A backend as a server's worker uses it."""
 
     devices: int
-    """How many devices of this kind there are here, its own included."""
+    """Number of devices of this kind on this machine, its own included."""
 
     slots: int
-    """How many problems are best computed at a time, where nothing else was asked for."""
+    """Default number of problems to compute at the same time."""
 
     pins: bool
-    """Whether it keeps hold of pages of the memory that it adopts."""
+    """Whether it pins the pages of memory that it adopts."""
 
     def compile_ahead(self, problems: Sequence[Problem]) -> Future[None] | None:
-        """Begin what takes seconds before `run` can compute problems like these for the first time;
-        None where there is nothing of the kind.
+        """Start compiling the kernels that `run` needs for these problems; None if it needs none.
 
-        Once the future is done, `run` begins at once; it has the error where there was one. To
-        cancel it is to say that the problems need not be computed any more.
+        Once the future is done, `run` starts without delay; the future has the error of a failed
+        compilation. Cancelling it means that the problems need not be computed after all.
 
-        Raises what `run` does for a problem that no kernel computes.
+        Raises as `run` for a problem that no kernel computes.
         """
         ...
 
     def adopt(self, address: int, size_bytes: int) -> None:
-        """Know that tensors will lie in this memory, which stays mapped until `disown`."""
+        """Prepare for tensors in this memory, which stays mapped until `disown`."""
         ...
 
     def disown(self, address: int) -> None:
-        """Let go of the memory adopted at ``address``: it is about to be unmapped."""
+        """Release the memory adopted at ``address``, which is about to be unmapped."""
         ...
 
     def open_handle(self, handle: bytes, size_bytes: int) -> DeviceMemory:
-        """Map another process's memory of the device by the handle that CUDA gave it.
+        """Map another process's device memory by its CUDA IPC handle.
 
-        Raises:
-            InvalidProblem: it cannot be opened, or is smaller than ``size_bytes``.
-            UnsupportedProblem: there is no such memory here.
+        Raises
+        ------
+        InvalidProblem
+            It cannot be opened, or is smaller than ``size_bytes``.
+        UnsupportedProblem
+            This backend has no such memory.
         """
         ...
 
     def resident(self, key: int, version: int, array: NDArray[Any]) -> Any:
-        """What `run` may take for an input that will be used again.
+        """Return what to pass to `run` for an input that later problems may use too.
 
-        Until `forget` is called with the key, it may be kept on the device; another version of the
-        same key is another tensor, and the one before is of no more use.
+        It may stay on the device until `forget` is called with the key. A new version of a key is
+        a different tensor and replaces the previous one.
         """
         ...
 
     def resident_place(self, key: int, version: int, array: NDArray[Any]) -> Any:
-        """Where `run` may write an output for which `resident` will be asked, as it is and cut.
+        """Return a target for an output of `run`, or a slice of it, that `resident` will request.
 
-        It writes the array too: what is kept on the device may be lost.
+        The array is written as well, because the copy on the device may be lost.
         """
         ...
 
     def forget(self, key: int) -> None:
-        """Let go of what was kept under a key."""
+        """Drop what is kept under a key."""
         ...
 
     def described(self) -> Device:
-        """What computes, for those who read a timing."""
+        """Return a description of the device, for reports of timings."""
         ...
 
     def rates(self, dtype: str, precision: str) -> Rates:
-        """The device's peak rates; the first call may measure them."""
+        """Return the device's peak rates; the first call may measure them."""
         ...
 
     def convolver(self, check: Callable[[], None]) -> Convolver:
-        """What computes references in float64; ``check`` is called meanwhile and may raise."""
+        """Return what computes float64 references; it calls ``check``, which may raise, often."""
         ...
 
     def stopwatch(
         self, problem: Problem, tensors: Mapping[str, NDArray[Any]], out: Mapping[str, NDArray[Any]]
     ) -> AbstractContextManager[Stopwatch]:
-        """A problem ready to be timed; ``out`` is where its outputs may be written.
+        """Return a context with a stopwatch of the problem; ``out`` may be used for its outputs.
 
-        Raises:
-            UnsupportedProblem, DeviceOutOfMemory: as `run`, or it needs more than one piece.
+        Raises UnsupportedProblem and DeviceOutOfMemory as `run`, and if it needs several pieces.
         """
         ...
 
 
 class MappingGuard(Protocol):
-    """While it lasts, a page of a mapping that its file has lost reads as zeros."""
+    """While it exists, pages of a mapping that were truncated from its file read as zeros."""
 
     def lost(self) -> int | None:
-        """The offset of the first page that was missing when it was touched; None if none was."""
+        """Return the offset of the first missing page that was accessed; None if none was."""
         ...
 
     def remove(self) -> None:
-        """End it; nothing may touch the range any more. Once."""
+        """Remove it; call once, when nothing accesses the range any longer."""
         ...
 
 
 def guard_mapping(address: int, size_bytes: int) -> MappingGuard:
-    """Guard a mapping of a file that others may shorten, whatever backend computes in it.
+    """Guard a mapping of a file that other processes may truncate, for any backend.
 
-    Raises DeviceUnavailable where this system cannot.
+    Raises DeviceUnavailable if this system does not support it.
     """
     # The handler of SIGBUS is in the CPU's library, which is loaded when it is first needed.
     from convgrad_service.backends.cpu.guard import Guard
@@ -302,67 +311,67 @@ def guard_mapping(address: int, size_bytes: int) -> MappingGuard:
 
 
 class OnHost:
-    """What a backend without a device of its own says of itself as a `ServingBackend`."""
+    """The parts of `ServingBackend` that are trivial for a backend that computes on the host."""
 
     devices = 1
     name = "cpu"
-    # With one, a problem of a millisecond would wait for a stranger's of a minute.
+    # With one, a problem of a millisecond would wait for another client's of a minute.
     slots = 2
     pins = False
 
     def vitals(self) -> Vitals:
-        """See `Backend.vitals`: the machine's memory; kernels came with the package."""
+        """See `Backend.vitals`: the machine's memory. Kernels are part of the package."""
         used, total = _host_memory_bytes()
         return Vitals(used, total)
 
     def compile_ahead(self, problems: Sequence[Problem]) -> Future[None] | None:
-        """Kernels came compiled."""
+        """Return None: kernels are part of the package."""
         return None
 
     def adopt(self, address: int, size_bytes: int) -> None:
-        """There is nothing to prepare."""
+        """Do nothing."""
 
     def disown(self, address: int) -> None:
-        """Nor to let go of."""
+        """Do nothing."""
 
     def open_handle(self, handle: bytes, size_bytes: int) -> DeviceMemory:
-        """Refuse."""
+        """Raise UnsupportedProblem."""
         raise UnsupportedProblem("this server computes on the CPU, which has no CUDA memory")
 
     def resident(self, key: int, version: int, array: NDArray[Any]) -> Any:
-        """The array: it is where it is computed with."""
+        """Return the array itself."""
         return array
 
     def resident_place(self, key: int, version: int, array: NDArray[Any]) -> Any:
-        """The array, again."""
+        """Return the array itself."""
         return array
 
     def forget(self, key: int) -> None:
-        """Nothing was kept."""
+        """Do nothing: nothing is kept."""
 
     def described(self) -> Device:
-        """The processor."""
+        """Return the processor's description."""
         return Device(backend=self.name, name=processor_name(), processors=usable_cores())
 
     def rates(self, dtype: str, precision: str) -> Rates:
-        """Measured with NumPy."""
+        """Return rates measured with NumPy."""
         return Rates(*measured_rates(dtype))
 
     def convolver(self, check: Callable[[], None]) -> Convolver:
-        """NumPy's matrix products."""
+        """Return a convolver that uses NumPy's matrix products."""
         return NumpyConvolver(check)
 
     @contextmanager
     def stopwatch(
         self, problem: Problem, tensors: Mapping[str, NDArray[Any]], out: Mapping[str, NDArray[Any]]
     ) -> Iterator[Stopwatch]:
-        """Runs in the calling thread, timed by the host's clock."""
+        """Return a stopwatch that runs in the calling thread and reads the host's clock."""
         run = partial(self.run, problem, tensors, None, out)  # type: ignore[attr-defined]
         yield HostStopwatch({**tensors, **out}, run)
 
 
 def _host_memory_bytes() -> tuple[int, int]:
-    """Used and in all; zeros on a system that does not say it as Linux does."""
+    """Return the used and the total memory; zeros without /proc/meminfo."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:

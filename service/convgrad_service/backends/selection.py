@@ -1,4 +1,4 @@
-"""The backend that a setting names, or the reason why it cannot be made here."""
+"""Creates the backend that a setting names."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from convgrad_service.backends.cpu import CpuBackend
 __all__ = ["BackendName", "BackendOptions", "backend_named"]
 
 BackendName = Literal["auto", "cpu", "cuda"]
-# As many as a server's first problem usually has kernels.
+# About the number of kernels of a server's first problem.
 COMPILERS_AHEAD = 4
 _log = logging.getLogger("convgrad.backends")
 
 
 @dataclass(frozen=True, slots=True)
 class BackendOptions:
-    """What backends are made with; each takes what concerns it.
+    """Options of all backends.
 
-    ``threads`` and ``workspace_limit_bytes`` are the CPU's; ``kernel_cache`` is the folder of
-    compiled GPU kernels, by default one inside the package; ``tuning`` is a table of tuned layers
-    for the GPU; ``device`` is the GPU's number.
+    The CPU uses ``threads`` and ``workspace_limit_bytes``, a GPU the others: ``kernel_cache``, the
+    folder of compiled kernels (default: one inside the package), ``tuning``, a table of tuned
+    layers, and ``device``, the GPU's index.
     """
 
     threads: int | None = None
@@ -37,10 +37,12 @@ class BackendOptions:
 
 
 def backend_named(name: BackendName, options: BackendOptions) -> ServingBackend:
-    """``cpu`` or ``cuda``; ``auto`` is ``cuda`` where it works, else ``cpu``, and logs why.
+    """Create a backend; ``auto`` is ``cuda`` if that works here, else ``cpu``, and logs why.
 
-    Raises:
-        DeviceUnavailable: the backend named cannot work here; the sentence says why.
+    Raises
+    ------
+    DeviceUnavailable
+        The backend does not work here; the message says why.
     """
     return _MAKERS[name](options)
 
@@ -50,7 +52,7 @@ def _cpu(options: BackendOptions) -> ServingBackend:
 
 
 def _cuda(options: BackendOptions) -> ServingBackend:
-    # Here, so that processes that do not compute on a GPU start half a second of a core sooner.
+    # Imported here: it takes half a second, which processes without a GPU need not spend.
     from convgrad_service.backends.cuda.backend import CudaBackend
     from convgrad_service.backends.cuda.compile import DEFAULT_CACHE
     from convgrad_service.backends.cuda.kernels.conv import pointwise_gemm_model
@@ -62,7 +64,7 @@ def _cuda(options: BackendOptions) -> ServingBackend:
         cache=options.kernel_cache or DEFAULT_CACHE,
         compilers_ahead=COMPILERS_AHEAD,
     )
-    # Not in the first request.
+    # Now rather than in the first request.
     pointwise_gemm_model.prepare(backend.device)
     return backend
 

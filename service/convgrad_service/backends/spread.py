@@ -1,6 +1,6 @@
-"""A backend that computes elsewhere: problems, whole or in pieces, go to others side by side.
+"""A backend that sends problems, whole or in pieces, to other backends concurrently.
 
-Which others, and how to reach them, is the caller's: `ray_serve` gives them to replicas.
+The caller decides how to reach them: `ray_serve` sends them to replicas.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from convgrad_service.problems.pieces import assemble, piece_tensors
 __all__ = ["Spread", "Submit"]
 
 Submit = Callable[[Problem, Mapping[str, NDArray[Any]]], "Future[Outcome]"]
-"""Sends a problem to be computed; the arrays of its outcome may be read-only."""
+"""Sends a problem to another backend; the arrays of the outcome may be read-only."""
 
-# How often a wait looks whether the answer is still wanted.
+# How often a wait checks for cancellation.
 _LOOK_S = 0.05
 
 
 class Spread(OnHost):
-    """Computes by sending to others.
+    """Sends problems to other backends.
 
-    A problem whose tensors take more than ``piece_bytes`` is cut along its own `split`, into as
-    many pieces as that asks for: the number follows from the problem, not from how many others
-    there are, and so the bits of the answer do too. ``slots`` problems are sent at a time.
+    A problem whose tensors take more than ``piece_bytes`` is split into pieces of about that size.
+    Their number depends on the problem alone, not on the number of backends, and so do the bits of
+    the result. ``slots`` problems are in progress at a time.
     """
 
     fault: str | None = None
@@ -82,20 +82,20 @@ class Spread(OnHost):
         )
 
     def explain(self, problem: Problem) -> Plan:
-        """See `Backend.explain`: what is sent where it is computed."""
+        """See `Backend.explain`: describes the pieces, not the kernels that compute them."""
         parts = math.ceil(problem.memory_bytes / self._piece_bytes)
         return Plan(kernel=self.name, workspace_bytes=0, pieces=len(problem.split(parts)))
 
     def _send(self, piece: Piece, tensors: Mapping[str, NDArray[Any]]) -> Future[Outcome]:
-        # Pieces are views with strides of the whole; what is sent should be no more than they are.
+        # Pieces are views into the whole tensors; send only their own elements.
         own = piece_tensors(piece, tensors)
         whole = {name: np.ascontiguousarray(array) for name, array in own.items()}
         return self._submit(piece.problem, whole)
 
 
 def _awaited(future: Future[Outcome], cancelled: threading.Event | None) -> Outcome:
-    # Not by a timeout of `result`: the answer may come between that and a look whether it has.
+    # Not `result(timeout)`: the future may finish between the timeout and a check of `done`.
     while not wait([future], timeout=_LOOK_S).done:
         if cancelled is not None and cancelled.is_set():
-            raise DeadlineExceeded("the answer was not wanted any more")
+            raise DeadlineExceeded("the request was cancelled before its answer was ready")
     return future.result()

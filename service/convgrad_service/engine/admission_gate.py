@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 __all__ = ["Admission", "AdmissionGate"]
 
-# A token bucket for refusals. There are more where the last in line would wait too long otherwise.
+# A token bucket for refusals; more are allowed if the last in line would otherwise wait too long.
 _REFUSALS_PER_S, _REFUSAL_BURST = 10.0, 16.0
 _MAX_WAIT_S = 20.0
 # How often the queues are checked without any other event.
@@ -34,7 +34,7 @@ _LANDING_S, _LANDED_S = 0.01, 0.5
 
 
 class _Recent:
-    """Counts what has begun in the last one to two periods and has not ended."""
+    """Counts events that began within the last one to two periods and have not ended."""
 
     def __init__(self, period_s: float) -> None:
         self._period_s = period_s
@@ -134,7 +134,7 @@ class AdmissionGate:
         self._reported = 0
         self._polling: asyncio.TimerHandle | None = None
         self._tokens = _REFUSAL_BURST
-        # How many more should have left the line by now, one way or the other.
+        # Requests that should have left the line by now, admitted or refused.
         self._late = 0.0
         self._refilled_s = time.monotonic()
 

@@ -21,8 +21,8 @@ from convgrad_service.engine.scheduling.task import Task
 from convgrad_service.engine.shm.mappings import RegionMappings
 from convgrad_service.engine.shm.registry import RegionRegistry
 from convgrad_service.engine.workers.execute import Job, compile_ahead, run_job
-from convgrad_service.error_frames import without_frames
-from convgrad_service.thread_priority import give_way
+from convgrad_service.error_frames import without_traceback
+from convgrad_service.thread_priority import lower_priority
 
 __all__ = ["ThreadWorker", "embedded_hub"]
 
@@ -91,7 +91,7 @@ class ThreadWorker:
             self._tasks.put(None)
 
     def _serve(self) -> None:
-        give_way()
+        lower_priority()
         while (taken := self._tasks.get()) is not None:
             task, cancelled, loop = taken
             result: JobResult | Future[None] | BaseException
@@ -110,7 +110,7 @@ class ThreadWorker:
                 )
             # Any error must reach the waiting request.
             except BaseException as error:  # noqa: BLE001
-                result = without_frames(error) if isinstance(error, ServiceError) else error
+                result = without_traceback(error) if isinstance(error, ServiceError) else error
             if not loop.is_closed():
                 loop.call_soon_threadsafe(self._report, task, result)
             # Keep nothing of the request alive while waiting for the next one.

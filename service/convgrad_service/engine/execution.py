@@ -69,7 +69,7 @@ class PreparedRequest(NamedTuple):
 
 
 class Execution:
-    """One request, from `fill` over `compute` to `end`.
+    """One request: `fill`, then `compute`, then `end`.
 
     ``in_thread`` is `Pipeline.in_thread`. ``to_store`` maps the names of outputs to be stored on
     the server to their memory.

@@ -31,7 +31,7 @@ from convgrad_service.engine.workers.inline_executor import InlineBackend, Inlin
 
 __all__ = ["Engine", "Hub", "JobHandle", "call_hub"]
 
-# Shorter waits for memory end by themselves.
+# Memory is short once a request has waited for it this long; shorter waits are normal.
 _SHORT_AFTER_S = 1.0
 
 P = ParamSpec("P")
@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 class JobHandle(Protocol):
-    """A submitted job. ``done`` is set once nothing accesses its memory any more."""
+    """A submitted job. ``done`` is set once nothing accesses its memory any longer."""
 
     done: asyncio.Future[JobResult]
 
@@ -73,7 +73,7 @@ class Engine(Protocol):
 
     @property
     def slots(self) -> int:
-        """Problems that all workers compute at a time."""
+        """Number of problems that all workers together compute at a time."""
 
     @property
     def leaving(self) -> bool:
@@ -122,8 +122,8 @@ class Engine(Protocol):
     async def queue_position(self, handle: JobHandle) -> int | None:
         """Return how many tasks are ahead of a job; None once it runs."""
 
-    def report_line(self, length: int) -> None:
-        """Note how many requests of this front end wait for admission."""
+    def report_waiting(self, length: int) -> None:
+        """Report how many requests of this front end wait for admission."""
 
     def observe(self, record: Record) -> None:
         """Count a finished request."""
@@ -179,7 +179,7 @@ class Hub:
         self.backend = backend
         self.inline_executor: InlineExecutor | None = None
         self.leaving = False
-        """Not ready any more, so that load balancers send no new requests."""
+        """The server reports not ready, so that load balancers send it no new requests."""
         self.draining = False
         """New requests are refused; those in flight are finished."""
         self.requests = RequestMetrics()
@@ -335,7 +335,7 @@ class Hub:
     async def queue_position(self, handle: JobHandle) -> int | None:
         return self.scheduler.position(handle)  # type: ignore[arg-type]
 
-    def report_line(self, length: int) -> None:
+    def report_waiting(self, length: int) -> None:
         self.scheduler.lines[self] = length
 
     def observe(self, record: Record) -> None:

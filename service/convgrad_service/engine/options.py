@@ -114,9 +114,9 @@ class Limits:
         if outputs > max(ALWAYS_ALLOWED_BYTES, self.output_ratio * inputs):
             raise ProblemTooLarge(
                 f"the outputs of this {problem.operation} take {_shown(outputs)} bytes, and its "
-                f"inputs {_shown(inputs)}; this server gives at most {self.output_ratio:g} bytes "
-                f"for each byte that it gets, or {ALWAYS_ALLOWED_BYTES:,}. Is the padding, the "
-                "stride or the size of an output what it should be? If so, the setting is "
+                f"inputs {_shown(inputs)}; this server returns at most {self.output_ratio:g} "
+                f"bytes for each byte that it receives, or {ALWAYS_ALLOWED_BYTES:,}. "
+                "Check padding, stride and output sizes; if they are right, raise "
                 "CONVGRAD_MAX_OUTPUT_RATIO"
             )
 

@@ -50,11 +50,11 @@ T = TypeVar("T")
 Parts = Mapping[str, RegionPart]
 
 _MAX_PREPARED = 256
-# How many large bodies are received ahead of workers that compute two problems per slot.
+# Large bodies that may be received but not computed, in addition to two per worker slot.
 _AHEAD = 6
 # Least time after which to try again when there are too many in line.
 _RETRY_AFTER_S = 1.0
-# While draining every request is refused, and none should wait in line for that.
+# While draining, every request is refused, without waiting in line first.
 _ROOM_WHILE_DRAINING = 1000
 
 
@@ -112,7 +112,7 @@ class Pipeline:
         self.gate = AdmissionGate(
             lambda: engine.room if not self.draining else _ROOM_WHILE_DRAINING,
             lambda: _AHEAD + 2 * engine.slots if not self.draining else _ROOM_WHILE_DRAINING,
-            engine.report_line,
+            engine.report_waiting,
         )
         self._prepared: OrderedDict[tuple[str, Hashable | None], PreparedRequest] = OrderedDict()
         self._codecs = ThreadPoolExecutor(codec_threads, thread_name_prefix="codec")
@@ -190,7 +190,7 @@ class Pipeline:
             self.admit()
             waited_s = time.monotonic() - began_s
             raise Overloaded(
-                "more requests wait for their turn than may be queued",
+                "the queue is full, and so is the line of requests in front of it",
                 retry_after_s=max(waited_s, _RETRY_AFTER_S),
             )
         return admission

@@ -15,7 +15,7 @@ class Status(NamedTuple):
     Attributes
     ----------
     fault
-        Why no device works any more.
+        Why no device works; None while one does.
     overload
         The error text and Retry-After for new requests while the queue is full.
     missing
@@ -62,7 +62,7 @@ class Status(NamedTuple):
     def admit(self) -> None:
         """Raise DeviceUnavailable or Overloaded if a new request would be refused.
 
-        Called before the body is read. A restarting device is no reason: requests wait for it.
+        Called before the body is read. A restarting device is not a reason: requests wait for it.
         """
         self._require_usable()
         if self.overload is not None:

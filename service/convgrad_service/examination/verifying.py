@@ -107,7 +107,7 @@ def refuse_if(cancelled: threading.Event | None) -> Callable[[], None]:
 
     def check() -> None:
         if cancelled is not None and cancelled.is_set():
-            raise DeadlineExceeded("the request was given up before its answer was ready")
+            raise DeadlineExceeded("the request was cancelled before its answer was ready")
 
     return check
 

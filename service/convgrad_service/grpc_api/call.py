@@ -44,7 +44,7 @@ class Call:
     def __init__(self, rpc: Any) -> None:
         self.rpc = rpc
         self.caller = ANYBODY
-        self.cut_by: ServiceError | None = None
+        self.ended_by: ServiceError | None = None
         self._metadata = rpc.invocation_metadata()
         # Read now: once a call has ended, grpcio crashes the process when it is asked.
         self.peer: str = rpc.peer()
@@ -106,14 +106,14 @@ class Call:
         """
         await self.rpc.abort(status_of(error), error.detail, self.trailers(error))
 
-    def cut(self, error: ServiceError) -> None:
+    def end_with(self, error: ServiceError) -> None:
         """End the call from outside its handler, whose pending read then raises AbortError.
 
         The handler is not cancelled, because grpcio would leak a message that arrives just then.
         """
-        if self.cut_by is not None or self.rpc.done():
+        if self.ended_by is not None or self.rpc.done():
             return
-        self.cut_by = error
+        self.ended_by = error
 
         async def abort() -> None:
             # UsageError: the handler has just ended it with an error of its own.

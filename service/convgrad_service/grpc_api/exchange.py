@@ -18,7 +18,7 @@ from convgrad_service.engine.hub import Engine
 from convgrad_service.engine.telemetry.record import TRACE_HEADERS, RequestContext, log_exchange
 from convgrad_service.engine.telemetry.record import access as _access
 from convgrad_service.engine.telemetry.tracing import Traces
-from convgrad_service.error_frames import without_frames
+from convgrad_service.error_frames import without_traceback
 from convgrad_service.grpc_api.call import Call
 from convgrad_service.grpc_api.limits import Answers, Arrivals
 from convgrad_service.grpc_api.messages import SERVICE
@@ -121,10 +121,10 @@ class Exchanges:
             return await work, None
         except ServiceError as error:
             context.code = error.code
-            return None, without_frames(error)
+            return None, without_traceback(error)
         except grpc.aio.AbortError:
-            # Already ended by `Call.cut`, or by another request of its stream.
-            context.code = Internal.code if call.cut_by is None else call.cut_by.code
+            # Already ended by `Call.end_with`, or by another request of its stream.
+            context.code = Internal.code if call.ended_by is None else call.ended_by.code
             raise
         except (asyncio.CancelledError, grpc.aio.InternalError):
             # The client has gone, or its deadline has passed, which grpcio reports itself.

@@ -123,7 +123,7 @@ class InferMethods:
             )
             if error is not None and began:
                 # Part of the answer has been sent, so only ending the stream can report the error.
-                call.cut(error)
+                call.end_with(error)
             elif error is not None:
                 message.filled.set()
                 detail = f"{error.detail} ({error.code})"

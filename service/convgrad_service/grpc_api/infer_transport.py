@@ -146,7 +146,7 @@ class InferTransport:
     body_lease: Lease | None = None
     decodes_inline = True  # `decode` reads shapes and parameters; `fill` reads the elements
 
-    enforces_deadline = True  # see `Call.cut`: cancelling the read could leak its message
+    enforces_deadline = True  # see `Call.end_with`: cancelling the read could leak its message
 
     def __init__(
         self,

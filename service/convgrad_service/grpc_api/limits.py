@@ -24,7 +24,7 @@ from convgrad_service.server.settings import Settings
 __all__ = ["RETRY_AFTER_S", "Answer", "Answers", "Arrivals", "Places", "larger_share"]
 
 RETRY_AFTER_S = 1.0
-# Who shares: clients first, then the connections of one client, which may be a proxy.
+# Fairness is between clients first, then between the connections of one client (maybe a proxy).
 _SHARES: tuple[Callable[[Call], Hashable], ...] = (lambda call: call.client, lambda call: call.peer)
 # A message that arrives within this time needs no permit: the network bounds its size.
 _AT_ONCE_S = 0.1
@@ -40,8 +40,8 @@ _CONNECTION_SHARE = 1 / 4
 def larger_share(held: Mapping[Call, int], newcomer: Call, size: int) -> list[Call]:
     """Return the calls that should make room for ``size`` more of a newcomer's.
 
-    They are those of the client that holds most, if it holds more than the newcomer then would. If
-    there is none, they are those of such a connection.
+    These are the calls of the client that holds the most, if it holds more than the newcomer's
+    client would afterwards; otherwise, by the same rule, those of a connection.
     """
     for share in _SHARES:
         totals: Counter[Hashable] = Counter()
@@ -54,10 +54,10 @@ def larger_share(held: Mapping[Call, int], newcomer: Call, size: int) -> list[Ca
 
 
 class Places:
-    """Places of calls; when all are taken, a newcomer may displace another call.
+    """A limited number of places for calls; when all are taken, a newcomer may displace a call.
 
-    That is the call that has been idle longest, if for ``patience_s`` or more; otherwise one of the
-    client that has most places, if it has more than the newcomer's client then would.
+    It displaces the call that has been idle longest, if for ``patience_s`` or more; otherwise one
+    of the client with the most places, if that has more than the newcomer's client would have.
     """
 
     def __init__(self, count: int, patience_s: float, idle: str) -> None:
@@ -89,25 +89,25 @@ class Places:
     def _displace(self, newcomer: Call) -> bool:
         longest = min(self._idle_since_s, key=self._idle_since_s.__getitem__)
         if time.monotonic() - self._idle_since_s[longest] >= self._patience_s:
-            self._cut(
+            self._end(
                 longest, RequestTimeout(f"{self._idle} {self._patience_s:g} s, and others wait")
             )
             return True
         found = larger_share(dict.fromkeys(self._idle_since_s, 1), newcomer, 1)
         if not found:
             return False
-        self._cut(
+        self._end(
             min(found, key=self._idle_since_s.__getitem__),
             Overloaded(
-                f"this client had {len(found)} of {self.count} places, and others wait",
+                f"this client had {len(found)} of {self.count} permits or streams, and others wait",
                 retry_after_s=RETRY_AFTER_S,
             ),
         )
         return True
 
-    def _cut(self, call: Call, error: ServiceError) -> None:
+    def _end(self, call: Call, error: ServiceError) -> None:
         del self._idle_since_s[call]
-        call.cut(error)
+        call.end_with(error)
 
 
 class Arrivals:
@@ -116,7 +116,7 @@ class Arrivals:
     def __init__(self, settings: Settings, *, needs_key: bool = True) -> None:
         permits = settings.grpc_message_permits if needs_key else _OPEN_PERMITS
         patience_s = settings.body_idle_timeout_s
-        self.permits = Places(permits, patience_s, "the message has not come within")
+        self.permits = Places(permits, patience_s, "the message has not arrived within")
         self.streams = Places(
             _STREAMS_PER_PERMIT * permits, patience_s, "the stream has been silent for"
         )
@@ -222,7 +222,7 @@ class _Arrival:
     def _late(self) -> None:
         permits = self._arrivals.permits
         if not permits.take(self._call):
-            self._call.cut(
+            self._call.end_with(
                 Overloaded(
                     f"{permits.count} messages are being received, the maximum",
                     retry_after_s=RETRY_AFTER_S,
@@ -231,7 +231,7 @@ class _Arrival:
             return
         remaining_s = max(self._deadline.remaining_s, 0.0)
         self._timer = asyncio.get_running_loop().call_later(
-            remaining_s, lambda: self._call.cut(self._deadline.exceeded())
+            remaining_s, lambda: self._call.end_with(self._deadline.exceeded())
         )
 
 
@@ -268,7 +268,7 @@ class Answers:
         if not self._waiting and self._fits(call, size_bytes):
             return self._count(call, size_bytes)
         loop = asyncio.get_running_loop()
-        self._cut_the_oldest(loop.time())
+        self._disconnect_oldest(loop.time())
         turn: asyncio.Future[Answer] = loop.create_future()
         self._waiting[turn] = call, size_bytes
         self._serve()
@@ -305,11 +305,11 @@ class Answers:
         self._unread[answer] = None
         return answer
 
-    def _cut_the_oldest(self, now_s: float) -> None:
+    def _disconnect_oldest(self, now_s: float) -> None:
         """Disconnect the client of the oldest answer if it had time enough to read it."""
         oldest = next(iter(self._unread), None)
         if oldest is not None and now_s - oldest.since_s > self._idle_s:
-            oldest.cut()
+            oldest.disconnect()
 
     def _relieve(self, turn: asyncio.Future[Answer], call: Call, size_bytes: int) -> None:
         """Disconnect clients that leave more unread than ``call`` would, until its answer fits."""
@@ -320,11 +320,11 @@ class Answers:
             held: Counter[Call] = Counter()
             for each in unread:
                 held[each.call] += each.size_bytes
-            give_way = larger_share(held, call, size_bytes)
-            found = [each for each in unread if each.call in give_way and each.since_s <= before_s]
+            heaviest = larger_share(held, call, size_bytes)
+            found = [each for each in unread if each.call in heaviest and each.since_s <= before_s]
             if not found:
                 return
-            found[0].cut()
+            found[0].disconnect()
             excess -= self._bytes[found[0].call.peer]
             unread = [each for each in unread if each.call.peer != found[0].call.peer]
 
@@ -353,13 +353,13 @@ class Answer:
         loop = asyncio.get_running_loop()
         self._answers, self.call, self.size_bytes = answers, call, size_bytes
         self.since_s = loop.time()
-        self._timer = loop.call_later(longest_s, self.cut)
+        self._timer = loop.call_later(longest_s, self.disconnect)
 
     def left(self, _: object = None) -> None:
         """Stop counting: the answer has been sent, or never will be."""
         self._timer.cancel()
         self._answers.remove(self)
 
-    def cut(self) -> None:
+    def disconnect(self) -> None:
         """End the connection: grpcio cannot end a call whose answer waits to be read."""
         self.call.disconnect()

@@ -28,7 +28,7 @@ from convgrad_service.server.settings import Settings
 __all__ = ["Body", "BodyLimits", "Text", "TextReader", "small_body"]
 
 # A smaller rest of a body arrives in one part anyway.
-_LANDING_BYTES = 128 * 1024
+_DIRECT_BYTES = 128 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Text:
     lease: Lease | None = None
 
     def release(self) -> None:
-        """Free the place in the arena; ``data`` must not be used any more."""
+        """Free the place in the arena; ``data`` must not be used any longer."""
         if self.lease is not None:
             self.lease.release()
             self.lease = None
@@ -86,7 +86,7 @@ class Body:
     ) -> None:
         if content_length is not None and content_length > limits.max_bytes:
             raise PayloadTooLarge(
-                f"Content-Length is {content_length:,}; this server takes bodies of at most "
+                f"Content-Length is {content_length:,}; this server accepts at most "
                 f"{limits.max_bytes:,} bytes of this media type"
             )
         self.content_length = content_length
@@ -139,7 +139,7 @@ class Body:
             while at < size:
                 if not left:
                     rest = [_from(target, at), *targets[index + 1 :]]
-                    if await self._landed(rest):
+                    if await self._receive_directly(rest):
                         return
                     part = await self._part()
                     if part is None:
@@ -173,7 +173,9 @@ class Body:
             text.data[:size] = shown
             self._ahead = b""
             self._hold(promised)
-            if self.content_length is not None and await self._landed([text.data[size:promised]]):
+            if self.content_length is not None and await self._receive_directly(
+                [text.data[size:promised]]
+            ):
                 size = promised
             while (part := await self._part()) is not None:
                 if size + len(part) > len(text.data):
@@ -186,41 +188,41 @@ class Body:
         text.data = text.data[:size]
         return text
 
-    async def _landed(self, targets: Sequence[memoryview | int]) -> bool:
+    async def _receive_directly(self, targets: Sequence[memoryview | int]) -> bool:
         """Receive the rest straight into ``targets``; return False if that is not worthwhile."""
         connection, length = self._connection, self.content_length
         if connection is None or length is None or self.ended:
             return False
         wanted = sum(map(_size, targets))
-        if wanted != length - self.received_bytes or wanted < _LANDING_BYTES:
+        if wanted != length - self.received_bytes or wanted < _DIRECT_BYTES:
             return False
         if connection.body_left_bytes(length) <= 0:
             return False  # already in the server's buffer
         before = self.received_bytes
-        landing = connection.land(targets)
+        receiving = connection.receive_into(targets)
         try:
-            while not landing.landed.done():
-                idle_s = self._limits.idle_timeout_s - (time.monotonic() - landing.last_s)
+            while not receiving.filled.done():
+                idle_s = self._limits.idle_timeout_s - (time.monotonic() - receiving.last_s)
                 if idle_s <= 0:
                     raise self._idle()
-                await asyncio.wait([landing.landed], timeout=min(idle_s, 1.0))
-                self.received_bytes = before + landing.received_bytes
-                if not landing.landed.done():
+                await asyncio.wait([receiving.filled], timeout=min(idle_s, 1.0))
+                self.received_bytes = before + receiving.received_bytes
+                if not receiving.filled.done():
                     self._refuse_slow()
         finally:
-            if not landing.landed.done():
-                connection.stop_landing()
-            self.received_bytes = before + landing.received_bytes
+            if not receiving.filled.done():
+                connection.stop_receiving()
+            self.received_bytes = before + receiving.received_bytes
             if self._context is not None:
-                self._context.received_bytes += landing.received_bytes
-        if not landing.landed.result():
+                self._context.received_bytes += receiving.received_bytes
+        if not receiving.filled.result():
             raise ClientGone
         await self._part()  # consume the end of the body, which the middleware watches for
         return True
 
     def _idle(self) -> RequestTimeout:
         return RequestTimeout(
-            f"nothing more of the body came for {self._limits.idle_timeout_s:g} s, after "
+            f"no more of the body arrived for {self._limits.idle_timeout_s:g} s, after "
             f"{self.received_bytes:,} bytes"
         )
 
@@ -268,13 +270,13 @@ class Body:
             late = (end - self.received_bytes) * held_s > came * MAX_TRANSFER_S
             if late and held_s > limits.patience_s and limits.others_wait():
                 raise RequestTimeout(
-                    f"{came:,} of {end - before:,} bytes of the body came in {held_s:.1f} s, and "
-                    "other requests wait for the memory that it takes"
+                    f"{came:,} of {end - before:,} bytes of the body arrived in {held_s:.1f} s, "
+                    "and other requests wait for the memory that it holds"
                 )
         if (took_s - limits.idle_timeout_s) * limits.min_bytes_per_s > self.received_bytes:
             raise RequestTimeout(
-                f"{self.received_bytes:,} bytes of the body came in {took_s:.1f} s; this server "
-                f"waits for no less than {limits.min_bytes_per_s:,.0f} bytes a second"
+                f"{self.received_bytes:,} bytes of the body arrived in {took_s:.1f} s; this "
+                f"server requires at least {limits.min_bytes_per_s:,.0f} bytes per second"
             )
 
 

@@ -67,7 +67,7 @@ class ReadInParts(_Forwarding):
 class ReceiveInto(_Forwarding):
     """Fills ``targets`` in order; a number is a count of bytes to drop.
 
-    ``landed`` becomes True once they are full, False if the connection ended before. ``behind`` is
+    ``filled`` becomes True once they are full, False if the connection ended before. ``behind`` is
     the connection's own protocol, which gets all other events; ``full`` is called to restore it.
     """
 
@@ -77,7 +77,7 @@ class ReceiveInto(_Forwarding):
         behind: asyncio.Protocol,
         full: Callable[[], None],
     ) -> None:
-        self.landed: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self.filled: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self.received_bytes = 0
         self.last_s = time.monotonic()
         self.left_bytes = sum(_size(target) for target in targets)
@@ -108,8 +108,8 @@ class ReceiveInto(_Forwarding):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """See `asyncio.BaseProtocol`."""
-        if not self.landed.done():
-            self.landed.set_result(False)
+        if not self.filled.done():
+            self.filled.set_result(False)
         super().connection_lost(exc)
 
     def _advance(self, size: int) -> None:
@@ -117,7 +117,7 @@ class ReceiveInto(_Forwarding):
         self.left_bytes -= size
         self._at += size
         if self.left_bytes == 0:
-            self.landed.set_result(True)
+            self.filled.set_result(True)
             self._full()
         elif self._at == len(self._piece):
             self._piece = next(self._rest)

@@ -43,37 +43,37 @@ class Connection:
 
     def __init__(self, protocol: Any) -> None:
         self._protocol = protocol
-        self._landing: ReceiveInto | None = None
+        self._receiving: ReceiveInto | None = None
         self.cycle: RequestResponseCycle | None = None
 
     def body_left_bytes(self, content_length: int) -> int:
-        """Return how much of the body the parser has not seen, so that `land` may receive it."""
+        """Return how much of the body the parser has not seen and `receive_into` may receive."""
         # If the next request has begun, this one's body has been read. TLS copies the data when
         # decrypting it anyway.
         protocol, cycle = self._protocol, self.cycle
         if cycle is None or protocol.cycle is not cycle or protocol.scheme == "https":
             return 0
         if protocol.transport.is_closing():
-            return 0  # nothing would land, nor would `land` notice
+            return 0  # nothing would arrive, nor would `receive_into` notice
         # After a whole body the parser may hold a part of the next head.
-        is_parsed = cycle.more_body and self._landing is None
+        is_parsed = cycle.more_body and self._receiving is None
         return content_length - int(protocol.parts_bytes) if is_parsed else 0
 
-    def land(self, targets: Sequence[memoryview | int]) -> ReceiveInto:
+    def receive_into(self, targets: Sequence[memoryview | int]) -> ReceiveInto:
         """Receive the rest of the current body, whose length is known, into ``targets``."""
         protocol, cycle = self._protocol, self._protocol.cycle
-        landing = self._landing = ReceiveInto(targets, protocol, protocol.begin_again)
+        receiving = self._receiving = ReceiveInto(targets, protocol, protocol.restart_parser)
         ahead, cycle.body = cycle.body, bytearray()
-        protocol.turn_to(landing)
-        landing.take(ahead)
-        return landing
+        protocol.switch_protocol(receiving)
+        receiving.take(ahead)
+        return receiving
 
-    def stop_landing(self) -> None:
-        """Stop writing to the targets of `land`: drop the rest of the body."""
-        assert self._landing is not None  # noqa: S101
+    def stop_receiving(self) -> None:
+        """Stop writing to the targets of `receive_into`: drop the rest of the body."""
+        assert self._receiving is not None  # noqa: S101
         # Not to the parser, which has not seen what was received in place.
-        protocol, left_bytes = self._protocol, self._landing.left_bytes
-        protocol.turn_to(ReceiveInto([left_bytes], protocol, protocol.begin_again))
+        protocol, left_bytes = self._protocol, self._receiving.left_bytes
+        protocol.switch_protocol(ReceiveInto([left_bytes], protocol, protocol.restart_parser))
 
     def whole_body(self) -> bytearray | None:
         """Return the body if it is complete and no part has been delivered yet; else None."""

@@ -286,9 +286,11 @@ class _Exchange:
             connection = self._connection
             if connection is None or connection.body_left_bytes(self._declared_bytes) <= 0:
                 return True
-            self._dropping = connection.land([self._declared_bytes - self._context.received_bytes])
-        landing = self._dropping
-        await asyncio.wait([landing.landed], timeout=patience_s)
-        self._context.received_bytes += landing.received_bytes - self._dropped_bytes
-        self._dropped_bytes = landing.received_bytes
-        return landing.landed.done()
+            self._dropping = connection.receive_into(
+                [self._declared_bytes - self._context.received_bytes]
+            )
+        receiving = self._dropping
+        await asyncio.wait([receiving.filled], timeout=patience_s)
+        self._context.received_bytes += receiving.received_bytes - self._dropped_bytes
+        self._dropped_bytes = receiving.received_bytes
+        return receiving.filled.done()

@@ -147,7 +147,7 @@ class GuardedProtocol(LimitedProtocol):
     _parts = 0
     parts_bytes = 0
     gone: Callable[[], None] | None = None
-    """Called when the client has gone; set by whoever computes for it."""
+    """Called when the client has gone; set by the endpoint that computes."""
     watching: RequestResponseCycle | None = None
     """The exchange that set ``gone``. Later requests may have been received already."""
 
@@ -167,7 +167,7 @@ class GuardedProtocol(LimitedProtocol):
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
             return  # pipelined after a refused request
-        if self._between and self._known_received(data):
+        if self._between and self._receive_known(data):
             return
         self._first = data if self._between else b""
         # Before parsing: the parser concatenates an endless header line piece by piece.
@@ -203,7 +203,7 @@ class GuardedProtocol(LimitedProtocol):
             self.send_400_response(f"this is not a valid HTTP/1.1 request: {error}")
         self._expect_rest_of_head()
 
-    def _known_received(self, data: bytes) -> bool:
+    def _receive_known(self, data: bytes) -> bool:
         """Handle a whole request whose head is cached, without the parser; return whether it is."""
         before: RequestResponseCycle | None = self.cycle  # None before the first request
         if self.pipeline or (before is not None and not before.response_complete):
@@ -311,8 +311,9 @@ class GuardedProtocol(LimitedProtocol):
         self.parts_bytes += len(body)
         if self._parts > _MANY_PARTS and self.parts_bytes < self._parts * _SMALL_PART_BYTES:
             self._refusal = MalformedRequest(
-                f"the body came in {self._parts:,} parts of {self.parts_bytes / self._parts:.0f} "
-                f"bytes on average; expected {_SMALL_PART_BYTES} or more"
+                f"the body arrived in {self._parts:,} parts of "
+                f"{self.parts_bytes / self._parts:.0f} bytes on average; expected at least "
+                f"{_SMALL_PART_BYTES}"
             )
             raise ValueError(self._refusal.detail)
         super().on_body(body)
@@ -323,15 +324,15 @@ class GuardedProtocol(LimitedProtocol):
             self._between = True
             super().on_message_complete()
 
-    def begin_again(self) -> None:
+    def restart_parser(self) -> None:
         """Start parsing a new request, with a new parser that has not seen the last body."""
         self.parser = httptools.HttpRequestParser(self)
         self._between = True
         self.cycle.more_body = False
         self.cycle.message_event.set()
-        self.turn_to(self._reader)
+        self.switch_protocol(self._reader)
 
-    def turn_to(self, protocol: asyncio.BaseProtocol) -> None:
+    def switch_protocol(self, protocol: asyncio.BaseProtocol) -> None:
         """Pass what the connection receives to another protocol."""
         if self.transport.is_closing():
             return

@@ -2,8 +2,8 @@
 
 uvicorn limits idle keep-alive connections. It does not limit the time and size of headers, the
 number of connections, or the time that a client leaves its answer unread; with each of these one
-client could hold memory or the event loop for ever. Nor does it refuse all the heads that RFC 9112
-forbids.
+client could hold memory or block the event loop forever. Nor does it refuse all the heads that
+RFC 9112 forbids.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def check_head(version: str, headers: Sequence[tuple[bytes, bytes]]) -> None:
     Raises
     ------
     HeadRefused
-        Another version than HTTP/1.0 and 1.1; a missing, repeated or impossible Host; a body in
-        another transfer coding than chunked, or in any by HTTP/1.0.
+        The version is not HTTP/1.0 or 1.1; Host is missing, repeated or invalid; the body has a
+        transfer coding other than chunked, or any in HTTP/1.0.
     """
     if version not in ("1.0", "1.1"):
         raise HeadRefused(505, f"the request is in HTTP/{version}; expected HTTP/1.1")

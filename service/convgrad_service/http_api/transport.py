@@ -254,7 +254,7 @@ async def send_chunks(
 ) -> None:
     """Send a 200 with these headers, Content-Length, and the chunks as its body.
 
-    When it returns, nothing refers to the chunks' memory any more: they have been sent, or copied
+    When it returns, nothing refers to the chunks' memory any longer: they have been sent, or copied
     if the server offers no ``connection`` that reports completion. ``in_thread`` runs deferred
     encoding. ``waiting`` awaits what is still being computed.
     """

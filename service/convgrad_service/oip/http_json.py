@@ -71,7 +71,7 @@ class _NumberList:
         Raises
         ------
         MalformedRequest
-            The list has another length, or an element that is no number of ``dtype``.
+            The list has another length, or an element that is not a number of ``dtype``.
         """
         flat = target.reshape(-1)
         filled = 0

@@ -275,7 +275,7 @@ class InferRequest:
         """Raise MalformedRequest if an answer in parts is requested."""
         if self.in_parts:
             raise MalformedRequest(
-                "in_parts: an answer in several responses comes over ModelStreamInfer alone"
+                "in_parts: only ModelStreamInfer can answer in several responses"
             )
 
     def wants_binary(self, output: str) -> bool:

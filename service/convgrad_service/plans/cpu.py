@@ -105,7 +105,7 @@ def choose(
             f"{SCRATCH_LIMIT_BYTES} for its pixels"
         )
     elif not _worth_tiling(direction, conv, dtype, device):
-        reason = "its tiles would hold mostly pixels and taps that meet nothing"
+        reason = "most products of its tiles would be with padding"
     else:
         return Choice(direction, "dense", device.level, dense, tuple(passed_over))
     passed_over.append(("dense", reason))
@@ -124,7 +124,7 @@ def _why_not_grouped(
         return f"one group, whose {in_lanes} channels fill the dense kernels' vectors of {lanes}"
     channels = max(in_channels, out_channels)
     if channels > GROUPED_CHANNELS:
-        return f"{channels} channels a group are more than {GROUPED_CHANNELS}"
+        return f"{channels} channels per group are more than {GROUPED_CHANNELS}"
     return None
 
 

@@ -93,7 +93,7 @@ class Problem(ABC):
     lane: ClassVar[Lane] = Lane.BY_SIZE
 
     dtype: DType
-    """The type of all floating tensors."""
+    """The dtype of all floating-point tensors."""
 
     @property
     @abstractmethod
@@ -118,7 +118,7 @@ class Problem(ABC):
     @property
     @abstractmethod
     def flops(self) -> int:
-        """Nominal floating-point operations; one comparison a tap in pooling."""
+        """Nominal floating-point operations; in pooling, one comparison per tap."""
 
     @property
     @abstractmethod

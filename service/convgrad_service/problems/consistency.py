@@ -94,7 +94,7 @@ def check_filter_inputs(layout: Layout, weight: Filter, input: Activation, group
     Raises
     ------
     InvalidProblem
-        There are not C/groups of them, or channels are no multiple of the groups.
+        There are not C/groups of them, or channels are not a multiple of the groups.
     """
     divisible(input.name, input.channels, groups)
     divisible(f"the output of {weight.name}", weight.out_channels, groups)

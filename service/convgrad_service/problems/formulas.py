@@ -114,11 +114,11 @@ def implied_kernel_size(
             f"dilation {show(d)}"
         )
         if largest < smallest:
-            raise InconsistentSizes(f"{found}; expected sizes that some kernel leads between")
+            raise InconsistentSizes(f"{found}; expected sizes that some kernel size connects")
         if largest > smallest:
             raise InvalidProblem(
                 f"weight_size is missing; expected it, since {found}: kernels of "
-                f"{show(smallest)} to {show(largest)} lead there"
+                f"{show(smallest)} to {show(largest)} are possible"
             )
         kernel.append(largest)
     return tuple(kernel)

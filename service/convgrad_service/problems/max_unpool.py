@@ -190,7 +190,7 @@ def _output_size(
         if abs(extent - meant) >= s:
             raise InvalidProblem(
                 f"output_size is {show(extent)} in spatial dimension {i}; expected more than "
-                f"{show(meant - s)} and less than {show(meant + s)}, which kernel_size, stride and "
-                "padding lead to"
+                f"{show(meant - s)} and less than {show(meant + s)}, from kernel_size, stride and "
+                "padding"
             )
     return size

@@ -125,7 +125,7 @@ def shared_dtype(tensors: Mapping[str, NDArray[Any]]) -> DType:
                 "all floating tensors of a request"
             )
     if first is None:
-        raise InvalidProblem("there is no floating tensor; expected at least one")
+        raise InvalidProblem("there is no floating-point tensor; expected at least one")
     return first[1]
 
 

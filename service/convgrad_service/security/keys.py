@@ -258,7 +258,9 @@ def _scopes(value: str) -> frozenset[str] | None:
     found = frozenset(value.split(","))
     if not found <= SCOPES:
         known = ", ".join(sorted(SCOPES))
-        raise KeysError(f"scopes: expected some of {known}, with commas; got {value[:64]!r}")
+        raise KeysError(
+            f"scopes: expected one or more of {known}, separated by commas; got {value[:64]!r}"
+        )
     return None if found == SCOPES else found
 
 

@@ -98,7 +98,7 @@ class _Heap:
     def _unused_bytes(self) -> int:
         """Return the resident private memory that is not in blocks in use.
 
-        Some of it is no heap, such as stacks, so it is compared with the least seen so far.
+        Some of it is not heap, such as stacks, so it is compared with the least seen so far.
         """
         fields = os.pread(self._statm, 256, 0).split()
         resident, shared = int(fields[1]), int(fields[2])

@@ -142,7 +142,7 @@ def shuffled(rng: Random) -> Families:
     def each(families: Iterable[Family[Any]]) -> Iterator[Family[Any]]:
         for family in families:
             if isinstance(family, FastestExpected):
-                yield from each(chain(*family.sides))
+                yield from each(chain(*family.alternatives))
             elif not isinstance(family, Selector):
                 yield family
 

@@ -1,4 +1,4 @@
-"""Grouped convolutions of few channels a group: what the grouped tensor-core kernels differ in."""
+"""Grouped convolutions of few channels per group: how the grouped tensor-core kernels differ."""
 
 from __future__ import annotations
 

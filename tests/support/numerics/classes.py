@@ -113,7 +113,7 @@ def dense(rng: Random) -> Conv:
 
 
 def grouped(rng: Random) -> Conv:
-    """2 to 64 channels a group on either side."""
+    """2 to 64 channels per group on either side."""
     ndim = _dimensions(rng)
     shape = _geometry(rng, ndim, _KERNELS[ndim][:6])
     groups = rng.choice([2, 3, 4, 8, 16])
@@ -123,7 +123,7 @@ def grouped(rng: Random) -> Conv:
 
 
 def depthwise(rng: Random) -> Conv:
-    """One input channel a group; now and then several outputs for each."""
+    """One input channel per group; now and then several outputs for each."""
     ndim = _dimensions(rng)
     channels = _channels(rng, 136)
     multiplier = rng.choice([1, 1, 1, 1, 2, 3, 4])

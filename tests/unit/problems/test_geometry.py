@@ -81,7 +81,7 @@ def test_implied_kernel_size(size: int, out: int, s: int, pad: tuple[int, int], 
     if len(leads) == 1:
         assert implied_kernel_size(*sizes) == (leads[0],)
         return
-    sentence = f"kernels of {leads[0]} to {leads[-1]}" if leads else "some kernel leads between"
+    sentence = f"kernels of {leads[0]} to {leads[-1]}" if leads else "some kernel size connects"
     with pytest.raises(InvalidProblem, match=sentence):
         implied_kernel_size(*sizes)
 

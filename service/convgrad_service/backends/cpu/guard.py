@@ -26,7 +26,7 @@ class Guard:
         self._functions = _functions()
         self._number = self._functions.convgrad_guard_add(address, size_bytes)
         if self._number < 0:
-            raise DeviceUnavailable("as many regions are mapped as can be")
+            raise DeviceUnavailable("the maximum number of shared-memory regions is mapped")
 
     def lost(self) -> int | None:
         """Return the offset of the first missing page that was accessed, or None."""

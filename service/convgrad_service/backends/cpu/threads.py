@@ -21,7 +21,7 @@ from convgrad.errors import DeadlineExceeded
 from convgrad_service.backends.base import Cancellation
 from convgrad_service.backends.cpu.arguments import Control, address_of, aligned_empty
 from convgrad_service.backends.cpu.library import Kernel, team_function
-from convgrad_service.thread_priority import give_way
+from convgrad_service.thread_priority import lower_priority
 
 __all__ = ["Rehearsal", "Workers", "Workspaces"]
 
@@ -165,7 +165,7 @@ class Rehearsal(Workers):
 
 
 def _help(work: Callable[..., None], team: ctypes.Array[ctypes.c_uint64]) -> None:
-    give_way()
+    lower_priority()
     work(ctypes.addressof(team))
 
 

@@ -168,7 +168,7 @@ class CudaBackend(Diagnostics):
 
     @property
     def fault(self) -> str | None:
-        """Why this process cannot use the GPU any more; None if it can."""
+        """Why this process can no longer use the GPU; None while it can."""
         return self._fault
 
     def run(

@@ -32,7 +32,7 @@ def import_cupy() -> Any:
 
 
 def device_count() -> int:
-    """How many GPUs CUDA offers here; 0 where it cannot be asked."""
+    """Return the number of GPUs that CUDA finds; 0 without CUDA."""
     try:
         runtime = import_cupy().cuda.runtime
     except DeviceUnavailable:
@@ -44,14 +44,14 @@ def device_count() -> int:
 
 
 def cuda_driver_major() -> int:
-    """The major version of CUDA that the driver understands."""
+    """Return the major version of CUDA that the driver supports."""
     return int(import_cupy().cuda.runtime.driverGetVersion()) // 1000
 
 
 def uuid_of(index: int) -> str:
-    """Return a GPU's UUID as NVIDIA's tools write it; empty if the driver does not report one.
+    """Return a GPU's UUID as NVIDIA's tools print it; empty if the driver does not report one.
 
-    It is asked of the driver, because CuPy's property ends at the first zero byte.
+    It is read from the driver, because CuPy's property ends at the first zero byte.
     """
     raw = (ctypes.c_ubyte * 16)()
     try:
@@ -64,7 +64,7 @@ def uuid_of(index: int) -> str:
 
 
 def describe(index: int, memory_limit_bytes: int | None = None) -> CudaDevice:
-    """The GPU of this index; ``memory_limit_bytes`` makes its memory seem smaller.
+    """Describe the GPU of this index; ``memory_limit_bytes`` caps the memory that it reports.
 
     Raises
     ------

@@ -157,7 +157,7 @@ class IpcMemory:
         return CudaTensor.whole(self._address + offset, spec, self)
 
     def close(self) -> None:
-        """Unmap it; nothing may use it any more."""
+        """Unmap it; nothing may use it any longer."""
         self._runtime.ipcCloseMemHandle(self._address)
 
 

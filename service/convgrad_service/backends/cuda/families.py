@@ -1,8 +1,8 @@
 """The kernel families of the GPU, in order of preference.
 
-The first one that applies is used; for dense convolutions, the one with the least predicted time.
-A faster kernel comes before those that it replaces. The last family of each role applies to
-everything.
+The first one that applies is used. Some entries stand for several families, one of which is chosen:
+by a table of tuned layers (`Tuned`) or by predicted time (`FastestExpected`). A faster kernel comes
+before those that it replaces. The last family of each role applies to everything.
 """
 
 from __future__ import annotations
@@ -101,10 +101,10 @@ OVERHEADS = {
 COPIES = (Transpose(), RowCopy(), RowPack(), StridedCopy())
 
 
-def _fastest(*sides: Sequence[Family[ConvWork]]) -> FastestExpected[ConvWork]:
-    """Return a choice by the predicted times as they are, between sequences that may not apply."""
-    overheads = {family.name: Overhead(0.0) for side in sides for family in side}
-    return FastestExpected(*sides, overheads=overheads, optional=True)
+def _fastest(*alternatives: Sequence[Family[ConvWork]]) -> FastestExpected[ConvWork]:
+    """Return a choice by uncorrected predicted times; none of the alternatives needs to apply."""
+    overheads = {family.name: Overhead(0.0) for families in alternatives for family in families}
+    return FastestExpected(*alternatives, overheads=overheads, optional=True)
 
 
 def _through_channels_last(families: Sequence[Family[ConvWork]]) -> list[Family[ConvWork]]:
@@ -112,12 +112,12 @@ def _through_channels_last(families: Sequence[Family[ConvWork]]) -> list[Family[
 
 
 # Depthwise convolutions: forward and input gradient, then weight gradient. Small ones first.
-_Sides = tuple[Sequence[Family[ConvWork]], ...]
-_DEPTHWISE: _Sides = (
+_Alternatives = tuple[Sequence[Family[ConvWork]], ...]
+_DEPTHWISE: _Alternatives = (
     [DepthwiseDirect()],
     [DepthwisePairs()],
 )
-_DEPTHWISE_WEIGHT: _Sides = (
+_DEPTHWISE_WEIGHT: _Alternatives = (
     [DepthwiseWeightRows()],
     [DepthwiseWeightDirect(), DepthwiseWeight(), DepthwiseWeightMma()],
 )
@@ -126,14 +126,14 @@ DEPTHWISE_WEIGHT = (
     _fastest(*_DEPTHWISE_WEIGHT),
     _fastest(*map(_through_channels_last, _DEPTHWISE_WEIGHT)),
 )
-# Few channels a group.
+# Few channels per group.
 GROUPED = (
     HopperGrouped(),
     GroupedGather(),
     ConvThroughChannelsLast(HopperGrouped(), COPIES),
     ConvThroughChannelsLast(GroupedGather(), COPIES),
 )
-# Channels of a group from which on the dense kernels are compared; measured on an H200.
+# From this many channels per group on, dense kernels are candidates too; measured on an H200.
 WIDE_GROUP = 40
 GROUPED_WEIGHT = (
     FastestExpected(
@@ -149,15 +149,15 @@ GROUPED_WEIGHT = (
     ConvThroughChannelsLast(HopperGroupedTaps(), COPIES),
     ConvThroughChannelsLast(GroupedWeight(), COPIES),
 )
-# Many channels a group: forward and input gradient, then weight gradient.
-LARGE = (
+# Many channels per group, any kernel: forward and input gradient, then weight gradient.
+DENSE_CONV = (
     ResultThroughChannelsLast(HopperHalo(), COPIES),
     HopperHalo(),
     ResultThroughChannelsLast(HopperGather(), COPIES),
     HopperGather(),
     DenseGather(),
 )
-LARGE_WEIGHT = (
+DENSE_CONV_WEIGHT = (
     ResultThroughChannelsLast(HopperWeight(), COPIES),
     HopperWeight(),
     _fastest(
@@ -167,33 +167,33 @@ LARGE_WEIGHT = (
     ResultThroughChannelsLast(DenseWeight(), COPIES),
     DenseWeight(),
 )
-# Not for TF32, in which it has not been measured against the others.
+# Not in TF32, in which it has not been measured against the others.
 IMPLICIT_GEMM = ImplicitGemm(dtypes=(DType.FLOAT16, DType.BFLOAT16))
 # Layers that no family above takes. On an H200, 14 of them in 16-bit types or in TF32 with at least
 # 4 channels take 0.28 to 1.02 of the fallback kernels' time; 7 in TF32 with fewer channels take
 # 0.31 to 1.55.
-ODD = (IMPLICIT_GEMM, ImplicitGemm(dtypes=(DType.FLOAT32,), least_channels=4))
-# Pointwise convolutions. Channels first and short ones are not compared with the others, which were
-# never faster.
-PLANES = PointwiseGemm(planes=True)
-SHORT_PRODUCTS, PRODUCTS = PointwiseGemm(most_s=25e-6), (PointwiseGemm(), IMPLICIT_GEMM)
-WHOLE = (
+REMAINING = (IMPLICIT_GEMM, ImplicitGemm(dtypes=(DType.FLOAT32,), least_channels=4))
+# 1x1 convolutions as GEMMs. For channels first, and for those expected to be short, no other family
+# was ever faster, so they are not compared.
+PLANES_GEMM = PointwiseGemm(planes=True)
+SHORT_GEMM, GEMMS = PointwiseGemm(most_s=25e-6), (PointwiseGemm(), IMPLICIT_GEMM)
+# Channels that are whole chunks of 16 bytes, or not.
+WHOLE_CHUNKS = (
     Tuned((PointwiseGemm(), IMPLICIT_GEMM, HopperGather(), HopperHalo())),
-    PLANES,
-    SHORT_PRODUCTS,
-    FastestExpected(LARGE, (HopperGather(direct=True),), PRODUCTS, overheads=OVERHEADS),
+    PLANES_GEMM,
+    SHORT_GEMM,
+    FastestExpected(DENSE_CONV, (HopperGather(direct=True),), GEMMS, overheads=OVERHEADS),
 )
-WHOLE_WEIGHT = (
+WHOLE_CHUNKS_WEIGHT = (
     Tuned((PointwiseGemm(), IMPLICIT_GEMM, HopperWeight(), HopperWeightSingle(), DenseWeight())),
-    SHORT_PRODUCTS,
-    FastestExpected(LARGE_WEIGHT, (HopperWeightSingle(),), PRODUCTS, overheads=OVERHEADS),
+    SHORT_GEMM,
+    FastestExpected(DENSE_CONV_WEIGHT, (HopperWeightSingle(),), GEMMS, overheads=OVERHEADS),
 )
-# Channels that are not whole chunks of 16 bytes.
-DENSE = (PaddedResult(WHOLE, COPIES), *WHOLE)
-DENSE_WEIGHT = (PaddedResult(WHOLE_WEIGHT, COPIES), *WHOLE_WEIGHT)
+DENSE = (PaddedResult(WHOLE_CHUNKS, COPIES), *WHOLE_CHUNKS)
+DENSE_WEIGHT = (PaddedResult(WHOLE_CHUNKS_WEIGHT, COPIES), *WHOLE_CHUNKS_WEIGHT)
 # Few channels of the result. Measured on an H200 in 27 layers of 3 to 8 channels, in bfloat16 and
 # float32, channels first and last: dense kernels are faster only where the source is small.
-COL2IM = Col2im(PRODUCTS, (*DENSE, *ODD), least_gathered_bytes=28e6)
+COL2IM = Col2im(GEMMS, (*DENSE, *REMAINING), least_gathered_bytes=28e6)
 # First layers: few channels of the input.
 FIRST_FORWARD = (Patches(DENSE), PatchProducts(DENSE), FirstForward())
 FIRST_DATA = (
@@ -218,11 +218,11 @@ FUSED = (
 )
 
 # Maxima over windows, and their gradients from indices.
-AT_ONCE = (WindowReduce(), WindowPlanes(), WindowMaxima())
-MAXIMA = (MaximaByAxes(AT_ONCE), *AT_ONCE)
-ROUTES = (WindowScatter(), WindowRoutes())
+MAXIMA_ONE_PASS = (WindowReduce(), WindowPlanes(), WindowMaxima())
+MAXIMA = (MaximaByAxes(MAXIMA_ONE_PASS), *MAXIMA_ONE_PASS)
+FROM_INDICES = (WindowScatter(), WindowRoutes())
 
-LAST_GATHERS = (*DENSE, *ODD, GatherTile(), GatherDirect())
+LAST_GATHERS = (*DENSE, *REMAINING, GatherTile(), GatherDirect())
 
 FAMILIES = Families(
     fwd=(*DEPTHWISE, *GROUPED, *FIRST_FORWARD, COL2IM, *LAST_GATHERS),
@@ -232,7 +232,7 @@ FAMILIES = Families(
         *GROUPED_WEIGHT,
         *FIRST_WEIGHT,
         *DENSE_WEIGHT,
-        *ODD,
+        *REMAINING,
         WeightTile(),
         WeightDirect(),
     ),
@@ -244,16 +244,16 @@ FAMILIES = Families(
         PoolStrips(),
         PoolThroughChannelsLast(PoolTiles(), COPIES),
         PoolThroughChannelsLast(PoolStrips(), COPIES),
-        PoolThroughIndices(MAXIMA, ROUTES),
+        PoolThroughIndices(MAXIMA, FROM_INDICES),
     ),
     windows=(
-        MaximaByAxes(AT_ONCE),
+        MaximaByAxes(MAXIMA_ONE_PASS),
         WindowReduce(),
         WindowTiles(),
         WindowPlanes(),
         WindowSums(),
         WindowMaxima(),
-        *ROUTES,
+        *FROM_INDICES,
     ),
     unpool=(MaxUnpool(),),
     copy=COPIES,

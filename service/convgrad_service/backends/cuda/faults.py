@@ -9,7 +9,7 @@ from convgrad_service.backends.cuda.device import import_cupy
 
 __all__ = ["FATAL", "alloc_or_none", "fatal_fault", "is_out_of_memory"]
 
-# Sticky errors, after which the process cannot use the GPU any more. cudaError_t and CUresult share
+# Sticky errors, after which the process can no longer use the GPU. cudaError_t and CUresult share
 # these numbers.
 FATAL = {
     46: "the devices are busy or unavailable",

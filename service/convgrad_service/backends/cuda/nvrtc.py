@@ -157,7 +157,7 @@ def _main() -> None:
 
 
 def _end_with_parent() -> None:
-    """End this process, even amid a compilation, once nobody can send requests any more."""
+    """End this process, even during a compilation, when the process that started it has ended."""
     hung_up = select.poll()
     hung_up.register(sys.stdin.fileno(), 0)
     hung_up.poll()

@@ -157,8 +157,8 @@ class FrontEnd:
             return
         lease.result().release()
 
-    def report_line(self, length: int) -> None:
-        """See `Engine.report_line`."""
+    def report_waiting(self, length: int) -> None:
+        """See `Engine.report_waiting`."""
         self._hub.scheduler.lines[self] = length
 
     def acquire_ticket(self, number: int, caller: Caller) -> None:

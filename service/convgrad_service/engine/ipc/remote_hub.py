@@ -226,7 +226,7 @@ class RemoteHub:
         position: int | None = await self.invoke("", "queue_position", (handle.number,), {})
         return position
 
-    def report_line(self, length: int) -> None:
+    def report_waiting(self, length: int) -> None:
         self._line = length
         self._send_records_soon()
 
@@ -243,7 +243,7 @@ class RemoteHub:
         self._recording = None
         if self._line != self._reported_line:
             self._reported_line = self._line
-            self.notify("report_line", self._line)
+            self.notify("report_waiting", self._line)
         self._channel.flush()
 
     def _received(self, message: Any) -> None:

@@ -59,7 +59,7 @@ class WorkerLost(Exception):
 class Task:
     """A job, or one ``part`` of it: waiting, compiling kernels, running or done.
 
-    ``done`` is set once no worker accesses the job's memory any more, even if the request is gone.
+    ``done`` is set once no worker accesses the job's memory, even if the request is gone.
     ``wanted`` is False once it was cancelled, ``hung`` once its worker is killed because of it.
     """
 

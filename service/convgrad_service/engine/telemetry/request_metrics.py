@@ -68,7 +68,7 @@ class Duration:
         return self.ns / 1e3
 
     def add(self, count: int, seconds: float) -> None:
-        """Add so many intervals, of so many seconds in total."""
+        """Add ``count`` intervals of ``seconds`` in total."""
         self.count += count
         self.total_s += seconds
 
@@ -136,7 +136,7 @@ class RequestMetrics(Collector):
 
     def __init__(self) -> None:
         self._counters: dict[Kind, _Counters] = {}
-        # By API key, which is no label of the others: every operation times every key is too many.
+        # By API key. Other metrics lack this label: operations times keys is too many series.
         self._key_requests: Counter[Kind] = Counter()
         self._key_totals: dict[str, dict[Kind, float]] = {name: {} for name in _KEY_TOTALS}
         # Every code from the start: rate() would miss a series that begins at one.

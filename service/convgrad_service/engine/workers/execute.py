@@ -1,4 +1,4 @@
-"""Jobs, and how a worker runs one: the tensors are already in memory that all processes share."""
+"""Jobs, and how a worker runs one on tensors in shared memory."""
 
 from __future__ import annotations
 

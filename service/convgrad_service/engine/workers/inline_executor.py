@@ -30,7 +30,7 @@ from convgrad_service.engine.workers.execute import Job, run_job
 __all__ = ["InlineBackend", "InlineExecutor"]
 
 # About the cost of a round trip to a worker (tests/perf/results/serve.jsonl, 1 KiB over HTTP, with
-# and without); up to here a busy event loop delays nobody more than a worker would.
+# and without); up to this, blocking the event loop delays others no more than waking a worker does.
 _MAX_SECONDS = 100e-6
 _MAX_BYTES = 64 * 1024
 # Workers use more threads, so a problem is given up here only after this many slow runs.

@@ -31,7 +31,7 @@ class Supervisor:
         self._devices = 1
         self._broken: dict[int, str] = {}
         self._keeping: list[asyncio.Task[None]] = []
-        # How long each device has had no worker, or a busy one without a result after a hang.
+        # Per device: how long it has had no worker, or after a hang a busy one without a result.
         self._failing_s: dict[int, float] = {}
         self._hung: set[int] = set()
         hub.fault = lambda: self.fault
@@ -138,7 +138,7 @@ class Supervisor:
         elif worker.busy:
             failing_s = min(failing_s + beat_s, self._options.device_timeout_s)
         else:
-            # It answers, but idle: the longer it does, the less the hang counts.
+            # Idle but responsive: forgive the hang gradually.
             failing_s = max(failing_s - beat_s, 0.0)
         self._failing_s[index] = failing_s
         if failing_s == 0:

@@ -25,8 +25,8 @@ from convgrad_service.engine.shm.mappings import RegionMappings
 from convgrad_service.engine.shm.registry import RegionSlice
 from convgrad_service.engine.workers.execute import Job, compile_ahead, run_job
 from convgrad_service.engine.workers.inline_executor import InlineBackend
-from convgrad_service.error_frames import without_frames
-from convgrad_service.thread_priority import give_way, switch_soon
+from convgrad_service.error_frames import without_traceback
+from convgrad_service.thread_priority import lower_priority, set_switch_interval
 
 __all__ = [
     "Cancel",
@@ -110,7 +110,7 @@ class Cancel(NamedTuple):
 
 
 class Forget(NamedTuple):
-    """Close a region: no job uses it any more."""
+    """Close a region: no job uses it any longer."""
 
     region: int
 
@@ -131,7 +131,7 @@ class ProbeResult(NamedTuple):
 
 
 class Compiling(NamedTuple):
-    """In place of a task's result: its kernels are being compiled, and `Compiled` follows."""
+    """Sent instead of a task's result: its kernels are being compiled; `Compiled` follows."""
 
 
 class Compiled(NamedTuple):
@@ -164,7 +164,7 @@ def worker_main(
     and for the files of regions.
     """
     control = Pipe(control_end)
-    switch_soon(_SWITCH_S)
+    set_switch_interval(_SWITCH_S)
     recipe.prepare()
     try:
         backend = recipe.make_backend(device)
@@ -179,7 +179,7 @@ def worker_main(
     slots = recipe.slots or backend.slots
     for index in range(slots):
         threading.Thread(target=worker.serve, name=f"compute-{index}", daemon=True).start()
-    # All that exists now stays, so the garbage collector need not visit it.
+    # Everything allocated so far stays alive, so the garbage collector need not scan it.
     gc.freeze()
     control.send(Hello(backend.name, slots, backend.devices, backend.pins))
     threading.Thread(target=_send_vitals, args=(backend, control), daemon=True).start()
@@ -234,7 +234,7 @@ class _Worker:
         Errors of a task are its result. On any other error the process exits, so that the hub runs
         its tasks elsewhere; a missing thread would go unnoticed.
         """
-        give_way()
+        lower_priority()
         try:
             self._serve()
         except EOFError:
@@ -273,7 +273,7 @@ class _Worker:
             job = Job(layout, task.base, tuple(RegionSlice(*each) for each in task.regions))
             result = run_job(self._backend, self._arena, self._mappings, job, cancelled, task.part)
         except ServiceError as error:
-            result = without_frames(error)
+            result = without_traceback(error)
         # Any error must reach the waiting request.
         except BaseException as error:  # noqa: BLE001
             result = WorkerFailed.of(error)

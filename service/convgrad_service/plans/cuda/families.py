@@ -172,7 +172,7 @@ def _first(
 
 @dataclass(frozen=True, slots=True)
 class Overhead:
-    """A correction of a family's performance model, from its kernel's time to that in a graph.
+    """Converts a family's predicted kernel time into its time within a CUDA graph.
 
     Attributes
     ----------
@@ -181,7 +181,8 @@ class Overhead:
     scale : float
         Factor on the model's prediction.
     copy_s : float
-        Time of each other launch, to which its bytes are added; 0 if the model includes them.
+        Time of each further launch; that of copying its bytes is added. 0 if the model includes
+        both.
     """
 
     start_s: float
@@ -244,34 +245,37 @@ def _without(families: Iterable[Any], names: Collection[str]) -> tuple[Any, ...]
 class FastestExpected(Selector[V]):
     """Chooses between several sequences of families by predicted time.
 
-    Of each sequence, which is in order of preference, the first family that applies is a candidate.
-    The fastest candidate is chosen. Work that the first sequence does not compute is refused,
-    unless that is ``optional``.
+    In each of the ``alternatives``, sequences in order of preference, the first family that applies
+    is a candidate. The candidate with the least predicted time is chosen. Work that the first
+    sequence does not compute is refused, unless that sequence is ``optional``.
     """
 
     name = "fastest_expected"
 
     def __init__(
-        self, *sides: Sequence[Family[V]], overheads: Mapping[str, Overhead], optional: bool = False
+        self,
+        *alternatives: Sequence[Family[V]],
+        overheads: Mapping[str, Overhead],
+        optional: bool = False,
     ) -> None:
-        """``overheads`` are by family name; a family without one is never the fastest."""
-        self.sides = sides
+        """``overheads`` are by family name; a family without one is chosen only as the first."""
+        self.alternatives = alternatives
         self._overheads = overheads
         self._optional = optional
 
     def without(self, names: Collection[str]) -> tuple[Family[V], ...]:
-        sides = [_without(side, names) for side in self.sides]
-        left = [side for side in sides if side]
-        if len(left) < 2 or not (sides[0] or self._optional):
-            return tuple(family for side in left for family in side)
+        reduced = [_without(families, names) for families in self.alternatives]
+        left = [families for families in reduced if families]
+        if len(left) < 2 or not (reduced[0] or self._optional):
+            return tuple(chain(*left))
         return (FastestExpected(*left, overheads=self._overheads, optional=self._optional),)
 
     def choice(self, work: V, device: CudaDevice) -> tuple[Chosen | None, list[tuple[str, str]]]:
         """See `Selector.choice`: the fastest candidate."""
         reasons: list[tuple[str, str]] = []
         found: list[Chosen] = []
-        for side in self.sides:
-            chosen, passed_over = _first(side, work, device)
+        for families in self.alternatives:
+            chosen, passed_over = _first(families, work, device)
             reasons += passed_over
             if chosen is not None:
                 found.append(chosen)
@@ -281,7 +285,7 @@ class FastestExpected(Selector[V]):
             return None, reasons
         times = [self._total_s(one) for one in found]
         if times[0] is None:
-            unknown = f"no time is expected of {found[0].family}"
+            unknown = f"no time is predicted for {found[0].family}"
             return found[0], [*reasons, *((one.family, unknown) for one in found[1:])]
         timed = [
             (time_s, one) for time_s, one in zip(times, found, strict=True) if time_s is not None
@@ -298,4 +302,4 @@ class FastestExpected(Selector[V]):
         return None if overhead is None else overhead.total_s(chosen.fragment)
 
     def instances(self) -> Iterable[Instance]:
-        return [instance for one in chain(*self.sides) for instance in one.instances()]
+        return [instance for one in chain(*self.alternatives) for instance in one.instances()]

@@ -91,8 +91,8 @@ def test_threads_that_wait_for_the_interpreter_are_woken_on_time() -> None:
     code = (
         "import ctypes, sys\n"
         "from concurrent.futures import ThreadPoolExecutor\n"
-        "from convgrad_service.thread_priority import switch_soon\n"
-        "switch_soon(5e-5)\n"
+        "from convgrad_service.thread_priority import set_switch_interval\n"
+        "set_switch_interval(5e-5)\n"
         "slack = ThreadPoolExecutor(1).submit(ctypes.CDLL(None).prctl, 30, 0, 0, 0, 0).result()\n"
         "print(slack, round(sys.getswitchinterval() * 1e6))"
     )

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from convgrad_service.backends.cuda.families import WHOLE, WHOLE_WEIGHT
+from convgrad_service.backends.cuda.families import WHOLE_CHUNKS, WHOLE_CHUNKS_WEIGHT
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm import COUNTERS, products_of
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_model import timed
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_tiles import Config
@@ -29,7 +29,7 @@ WORKS = {
 
 
 def families_of(work: ConvWork) -> tuple[object, ...]:
-    return WHOLE_WEIGHT if work.direction == "bwd_weight" else WHOLE
+    return WHOLE_CHUNKS_WEIGHT if work.direction == "bwd_weight" else WHOLE_CHUNKS
 
 
 def configuration(chosen: Chosen) -> str:

@@ -1,5 +1,5 @@
 // Sums of the products of a GEMM over taps: the second half of a convolution whose result has few
-// channels (col2im). The host's side is col2im.py.
+// channels (col2im). Launched by col2im.py.
 //
 // columns[(t, r, s, c)][m] holds, for pixel m of the source, its product with the weight of tap
 // (t, r, s) and result channel c, summed over the source's channels. An element of the result is the
@@ -7,7 +7,7 @@
 //
 // Block: 256 threads, each of which computes all channels of one pixel of the result; adjacent
 // threads have adjacent pixels, and read adjacent elements of a column. Shared memory: none.
-// Deterministic. Relies on its launcher for the grid: ceil(pixels / 256) blocks.
+// Deterministic. Grid: ceil(pixels / 256) blocks.
 // Index limits: 64-bit for addresses; pixels of the source and of the result below 2^31.
 //
 // Macros: ELEMENT, the type of the result; CHANNELS, the most channels of the result.

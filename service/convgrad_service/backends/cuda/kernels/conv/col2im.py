@@ -162,7 +162,7 @@ class Col2im(LoweringFamily):
         if work.result_dtype not in DTYPES:
             return f"a result in {work.result_dtype}"
         if work.direction == "fwd" and max(work.stride) > 1:
-            return "products of pixels between the strides"
+            return "a forward pass with a stride, of which most products would be unused"
         columns = work.taps * channels
         pixels = [work.batch * prod(size) for size in work.sizes]
         if pixels[0] * work.taps * source * work.dtype.itemsize < self._least_gathered_bytes:

@@ -65,7 +65,7 @@ class DenseGather(DenseFamily):
             return reason
         read, written = work.channels
         if not self._fills_tile(work, read * written):
-            return f"{read} to {written} channels a group would leave most of a tile"
+            return f"{read} to {written} channels per group would leave most of a tile"
         if (reason := why_not_few_terms(work, read)) is not None:
             return reason
         if work.direction == "bwd_data" and max(work.stride) > MAX_PHASES:

@@ -15,7 +15,7 @@ struct Phase {
 
 struct DenseGatherArgs {
   const void* x;           // the source: input, or grad_output
-  const void* w;           //
+  const void* w;           // the weight
   void* y;                 // the result: output, or grad_input
   const void* accumulate;  // like y, or null
   const void* bias;        // one per result channel, or null

@@ -153,4 +153,4 @@ def why_not_few_terms(work: ConvWork, terms: int) -> str | None:
     """Return why sums of that many products are not computed from split operands, or None."""
     if not uses_3xtf32(work) or terms >= _LEAST_TERMS:
         return None
-    return f"float32's own sums of {terms} products may be more exact than those of split factors"
+    return f"sums of {terms} products: float32 FMAs may be more accurate than split TF32 operands"

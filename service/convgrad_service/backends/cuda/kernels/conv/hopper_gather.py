@@ -107,7 +107,8 @@ class HopperGather:
         least = _least_terms(work, axes, written)
         if not self._everything and read * work.taps < least:
             return (
-                f"sums of {read * work.taps} products take less time than such results; not {least}"
+                f"sums of {read * work.taps} products take less time than storing them; "
+                f"expected at least {least}"
             )
         phases = combined(axes)
         if len(phases) > MOST_PHASES:

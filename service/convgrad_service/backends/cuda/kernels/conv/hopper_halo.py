@@ -101,9 +101,9 @@ class HopperHalo:
         axes = [gather_axis(work, dim) for dim in range(3)]
         rows = zip(axes[1:], work.result.strides[4:], strict=True)
         if max(axis.y_step * stride for axis, stride in rows) * MAX_BOX * 2 > MAX_INDEX:
-            return f"rows of the result that lie {max(work.result.strides[3:])} elements apart"
+            return f"a stride of {max(work.result.strides[3:])} elements between rows of the result"
         if any(all(phase.taps == 0 for phase in axis.phases) for axis in axes):
-            return "no tap meets the input"
+            return "all taps are in the padding"
         if not some_tile_fits(work, axes, device):
             return "no tile and its halo fit into shared memory"
         return None

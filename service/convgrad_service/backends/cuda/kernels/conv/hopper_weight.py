@@ -107,9 +107,9 @@ class HopperWeight:
         if reason is not None:
             return reason
         if work.dtype is DType.FLOAT32 and rows is None:
-            return "TF32 products need pixels side by side: a pointwise convolution, channels first"
+            return "TF32 needs contiguous pixels: a 1x1 kernel and channels first"
         if _best(work, device, rows) is None:
-            return "windows lie too far from the input's corners for TMA"
+            return "no partition has indices and tensor maps that the kernel and TMA accept"
         return None
 
     def launches(

@@ -115,9 +115,9 @@ class HopperWeightSingle:
         if (reason := NEEDS.why_not(work, device)) is not None:
             return reason
         if work.taps == 1 and max(work.stride) == 1:
-            return "a product, which pointwise_gemm computes"
+            return "1x1 with stride 1, which pointwise_gemm computes"
         if work.split_k not in (None, 1):
-            return f"{work.split_k} shares were asked for"
+            return f"split_k is {work.split_k}, set by the caller"
         if min(work.in_channels, work.out_channels) < LEAST_CHANNELS:
             return f"{work.in_channels} channels to {work.out_channels} would leave most of a tile"
         reason = why_not_im2col(work)

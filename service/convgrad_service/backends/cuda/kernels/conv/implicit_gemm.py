@@ -91,13 +91,13 @@ class ImplicitGemm:
         if (reason := why_not_dense(work, device)) is not None:
             return reason
         if work.dtype not in self._dtypes:
-            return f"{work.dtype.value} is left to others"
+            return f"{work.dtype.value} is left to other families"
         if work.dtype is DType.FLOAT32 and work.precision != "high":
-            return "float32's own precision is not TF32's"
+            return "TF32 is less precise than the float32 that was requested"
         if min(work.in_channels, work.out_channels) < self._least:
             return f"{work.in_channels} to {work.out_channels} channels would leave most of a chunk"
         if work.split_k is not None and work.split_k > 1:
-            return "a number of splits was asked for"
+            return "split_k is set by the caller"
         if work.direction == "bwd_data" and max(work.stride) > MAX_PHASES:
             return f"stride {max(work.stride)} makes more than {MAX_PHASES} phases"
         if work.batch * max(prod(work.input), prod(work.output)) > MAX_PIXELS:

@@ -97,7 +97,7 @@ TF32 = {"128x16", "64x32", "32x32s6", "128x64"}
 
 
 def tiles_of(dtype: DType, vector: int) -> list[Tile]:
-    """Return the tiles for a dtype, copied in vectors of so many bytes."""
+    """Return the tiles for a dtype and a vector size of copies, in bytes."""
     if dtype is DType.FLOAT32:
         return [tile for tile in TILES if str(tile) in TF32]
     left_out = NOT_WIDE if vector == CHUNK_BYTES else NOT_NARROW

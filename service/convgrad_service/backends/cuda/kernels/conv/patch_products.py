@@ -39,15 +39,15 @@ class PatchProducts(LoweringFamily):
         if work.groups != 1 or work.in_channels > MOST_CHANNELS:
             return f"{work.groups} groups of {work.in_channels} channels of the input"
         if work.kernel != work.stride or any(work.pad):
-            return "patches that overlap, or lie apart"
+            return "patches that overlap, or have gaps between them"
         if any(k > 1 and d > 1 for k, d in zip(work.kernel, work.dilation, strict=True)):
             return "dilated"
         numbers = work.taps * work.in_channels
         narrow = work.dtype.itemsize == 2 and work.direction != "fwd"
         if numbers < (LEAST_GRADIENT_PATCH if narrow else LEAST_PATCH):
-            return f"patches of {numbers} numbers"
+            return f"patches of {numbers} elements"
         if _patch_order(work) is None:
-            return "the weights of an output channel do not follow one another"
+            return "the weights of an output channel are not contiguous"
         if work.direction == "bwd_data":
             if work.bias is not None or work.accumulate is not None:
                 return "an epilogue of the gradient of the input"
@@ -56,7 +56,7 @@ class PatchProducts(LoweringFamily):
         elif work.direction == "bwd_weight":
             accumulate = work.accumulate or work.w
             if accumulate.strides != work.w.strides:
-                return "accumulate does not lie as the weight does"
+                return "accumulate and the weight have different strides"
         product = _product(work)
         size_bytes = work.batch * prod(work.output) * product.in_channels * work.dtype.itemsize
         forward = work.direction != "bwd_data"
@@ -130,7 +130,7 @@ def _copy(work: ConvWork, patches: Operand) -> Copy:
     """Return the copy between the input and its contiguous patches."""
     order, extents = _patch_order(work), dict(enumerate(_extents(work), CHANNEL))
     if order is None:
-        raise ValueError("the weights of an output channel do not follow one another")
+        raise ValueError("the weights of an output channel are not contiguous")
     target = dict(zip(order, contiguous_strides(tuple(extents[a] for a in order)), strict=True))
     axes = [CopyAxis(work.batch, work.x.strides[0], patches.strides[0])]
     axes += [

@@ -38,7 +38,7 @@ class Patches(LoweringFamily):
             return "no stride, or dilated"
         whole = work.kernel[2], work.pad[2], work.input[2]
         if any(extent % stride for extent in whole):
-            return f"taps, padding or W are no multiple of the stride {stride}"
+            return f"taps, padding or W are not a multiple of the stride {stride}"
         folded = stride * channels
         # Splitting along W would change the folding, and so the order of summation.
         cut = work.conv.ndim == 1 and work.direction != "bwd_weight"
@@ -48,14 +48,14 @@ class Patches(LoweringFamily):
         if cut:
             return "large problems are cut along W"
         if not (flat or (apart and fills)):
-            return f"a position's {folded} numbers do not fill a tile"
+            return f"a position's {folded} elements do not fill a tile"
         if not all(
             (channels == 1 or operand.strides[2] == 1) and operand.strides[5] == channels
             for operand in (work.x, work.w)
         ):
-            return "W and channels do not lie side by side"
+            return "W and channels are not contiguous"
         if work.accumulate is not None and work.accumulate.strides != work.result.strides:
-            return "accumulate does not lie as the result does"
+            return "accumulate and the result have different strides"
         return Lowered(_folded(work))
 
 

@@ -89,16 +89,16 @@ class PointwiseGemm:
         if work.taps > 1 or max(work.stride) > 1 or any(work.pad) or work.input != work.output:
             return "taps, strides or padding"
         if work.split_k is not None and work.split_k > 1:
-            return "a number of splits was asked for"
+            return "split_k is set by the caller"
         if max(work.pixels, work.in_channels, work.out_channels) > MOST_ROWS:
             return f"more than {MOST_ROWS} pixels or channels"
         if work.follows and work.w.strides[1] * ITEM_BYTES % LINE_BYTES:
             # hopper_gather copies such weights to whole cache lines while the preceding launch
             # runs, which took 84 instead of 102 us with 728 channels. Not measured for this family.
-            return "weights whose rows are not whole lines of the cache, after another launch"
+            return "weight rows that are not whole cache lines, in a work that follows a launch"
         products = products_of(work)
         if not products:
-            return "rows that do not lie evenly, in whole chunks of 16 bytes"
+            return "rows without a single stride, or not of whole 16-byte chunks"
         if self._planes and not products[0].images:
             return "channels last"
         if self._config is not None:

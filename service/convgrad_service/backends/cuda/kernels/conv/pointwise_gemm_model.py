@@ -259,7 +259,7 @@ def timed(
 ) -> list[tuple[float, Config]]:
     """Return the candidate configurations with their expected seconds, fastest first.
 
-    With ``most``, only so many, whose times are corrected and which keep their order.
+    With ``most``, at most that number, with corrected times but in the order of the uncorrected.
     """
     table = _table_of(product, device)
     times, parts = table.times(product, counters)

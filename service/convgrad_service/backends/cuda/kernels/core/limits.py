@@ -30,17 +30,17 @@ class Requirements:
     Attributes
     ----------
     dtypes : tuple of DType
-        Of the operands.
+        Supported dtypes of the operands.
     tf32 : bool
-        Whether products of float32 are in TF32, for ``precision: high`` alone.
+        Whether float32 is computed in TF32, which requires ``precision: high``.
     hopper : bool
-        Whether it has wgmma and TMA.
+        Whether the kernel needs wgmma and TMA.
     grouped : bool or None
-        Whether there must be several groups, or must not.
+        True if it needs several groups, False if it allows only one, None for any.
     dilated : bool
-        Whether taps may lie apart.
+        Whether dilation is supported.
 
-    What is added to the result must lie as the result does.
+    ``accumulate`` must have the strides of the result.
     """
 
     dtypes: tuple[DType, ...] = DTYPES
@@ -58,13 +58,13 @@ class Requirements:
         if work.dtype not in self.dtypes:
             return f"{work.dtype} is not {' or '.join(self.dtypes)}"
         if self.tf32 and work.dtype is DType.FLOAT32 and work.precision != "high":
-            return "TF32 is less than the float32 that was asked for"
+            return "TF32 is less precise than the float32 that was requested"
         if self.grouped is not None and self.grouped != (work.groups > 1):
             return "one group" if self.grouped else f"{work.groups} groups"
         if not self.dilated and work.dilated:
             return "dilated"
         if work.accumulate is not None and work.accumulate.strides != work.result.strides:
-            return "accumulate does not lie as the result does"
+            return "accumulate and the result have different strides"
         return None
 
 

@@ -20,9 +20,10 @@
 // of words apart where the number of taps is odd, so that reads have no conflicts.
 // Deterministic: sums are in the order of x's rows, then columns (ROWS = 0: of t, r and parts, then
 // columns). Padding is read as zeros.
-// Relies on its launcher for contiguous weights; strides and channels in multiples of VECTOR; an
+// Preconditions: contiguous weights; strides and channels in multiples of VECTOR; an
 // image's extent below 2^31 elements; positions below 2^31; VECTOR = 1 with a multiplier;
-// backward: no dimension that is both strided and dilated. BACKWARD: parts in multiples of STRIDE. A dependent launch may start with this kernel (ptx/pdl.cuh).
+// backward: no dimension that is both strided and dilated. BACKWARD: parts in multiples of STRIDE. A dependent launch may
+// start with this kernel (ptx/pdl.cuh).
 #include "depthwise/depthwise_direct.cuh"
 #include "ptx/pdl.cuh"
 

@@ -1,5 +1,5 @@
 // Parts of depthwise_direct.cu: its argument, and the two main loops. Made for the same preprocessor's
-// names. The host's side is depthwise_direct.py.
+// names. Host side: depthwise_direct.py.
 #pragma once
 
 #include "core/divider.cuh"

@@ -74,7 +74,7 @@ class DepthwiseDirect(Solver[ConvWork, DirectLayout]):
         if multiplier > 1 and work.direction == "bwd_data":
             return f"sums over {multiplier} channels"
         if work.accumulate is not None and work.accumulate.strides != work.sides[1].strides:
-            return "a tensor to accumulate with other strides"
+            return "accumulate and the result have different strides"
         if work.stride[2] not in STRIDES:
             return f"a stride of {work.stride[2]} along W"
         for stride, dilation, kernel in zip(work.stride, work.dilation, work.kernel, strict=True):
@@ -108,7 +108,7 @@ class DepthwiseDirect(Solver[ConvWork, DirectLayout]):
         )
 
     def _launch(self, whole: ConvWork, layout: DirectLayout, first: int, images: int) -> Launch:
-        """Return the launch that computes so many images, from the first one on."""
+        """Return the launch that computes a number of consecutive images."""
         work = replace(whole, conv=replace(whole.conv, batch=images))
         source, result = work.sides
         backward, pad, period = work.direction == "bwd_data", list(work.pad), work.kernel[2]

@@ -19,7 +19,7 @@
 // Grid: tiles of channels, and equal shares of the rows of all tiles of strips, concatenated, so that
 // all blocks end at the same time. A share may span several tiles.
 // Shared memory: STAGES rows of x, and twice the rows of results that one of them finishes.
-// Relies on its launcher for channels and strides in multiples of 8, aligned to 16 bytes; tensors
+// Preconditions: channels and strides in multiples of 8, aligned to 16 bytes; tensors
 // below 2^33 elements, weights and rows of all tiles below 2^31.
 // Deterministic: sums are in the order of x's rows.
 // Zeros in operand B would spread a NaN to the pair's other channel. So non-finite elements are

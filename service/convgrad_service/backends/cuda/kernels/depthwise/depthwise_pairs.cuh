@@ -1,5 +1,5 @@
 // Parts of depthwise_pairs.cu: its argument, its sizes, copies of rows, the kernel's taps.
-// Made for the same preprocessor's names. The host's side is depthwise_pairs.py.
+// Made for the same preprocessor's names. Host side: depthwise_pairs.py.
 #pragma once
 
 #include "ptx/load_store.cuh"

@@ -134,11 +134,11 @@ class DepthwisePairs(Solver[ConvWork, Launch]):
 
     def solve(self, work: ConvWork, device: CudaDevice) -> Launch | str:
         if work.out_channels > 1:
-            return f"{work.out_channels} channels a group"
+            return f"{work.out_channels} channels per group"
         if work.accumulate is not None:
             return "a tensor to accumulate"
         if work.leads:
-            return "a launch that the next one overlaps, where this was not measured"
+            return "the next launch would overlap it, which was not measured"
         plane = plane_of(work, general=True)
         if isinstance(plane, str):
             return plane

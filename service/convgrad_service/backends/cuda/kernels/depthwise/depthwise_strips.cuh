@@ -1,4 +1,4 @@
-// Parts of depthwise_weight_mma.cu: strips of columns, their copies and transposition. The host's side is
+// Parts of depthwise_weight_mma.cu: strips of columns, their copies and transposition. Host side:
 // depthwise_strips.py.
 //
 // A strip is 8 adjacent columns of a row; 16 strips, adjacent and continuing through the images of the

@@ -69,13 +69,12 @@ class Plane:
 
 
 def why_not_depthwise(work: ConvWork, dtypes: Sequence[DType] = DTYPES) -> str | None:
-    """Return why a work has not one input channel per group, channels last, of these types; None
-    if it has."""
+    """Return why a work is not depthwise, channels last, in one of ``dtypes``; None if it is."""
     multiplier = work.out_channels
     if work.dtype not in dtypes:
         return f"{work.dtype}"
     if work.groups == 1 or work.in_channels != 1:
-        return "not one input channel a group"
+        return "not one input channel per group"
     if work.x.strides[1] != 1 or work.y.strides[1] != multiplier:
         return "the channels are not contiguous"
     whole = work.direction != "bwd_weight" or work.w.strides[0] == multiplier * work.w.strides[1]
@@ -93,9 +92,7 @@ def why_not_images(work: ConvWork, most: int) -> str | None:
 
 
 def plane_of(work: ConvWork, general: bool = False) -> Plane | str:
-    """Return the plane of a channels-last work in a 16-bit type and whole chunks of channels.
-
-    Or why it has none.
+    """Return the plane of a 16-bit, channels-last work in whole chunks; or why it has none.
 
     ``general`` allows dilation and several output channels per group.
     """
@@ -103,7 +100,7 @@ def plane_of(work: ConvWork, general: bool = False) -> Plane | str:
     if (reason := why_not_depthwise(work, IN_16_BITS)) is not None:
         return reason
     if multiplier != 1 and not general:
-        return f"{multiplier} output channels a group"
+        return f"{multiplier} output channels per group"
     if work.groups % CHUNK and not (work.x.padded and work.y.padded):
         return f"{work.groups} channels are not a multiple of {CHUNK}"
     if work.dilated and not general:
@@ -111,11 +108,11 @@ def plane_of(work: ConvWork, general: bool = False) -> Plane | str:
     if work.kernel[0] != 1 or work.stride[0] != 1 or work.pad[0] != 0:
         return "three dimensions"
     if work.input[0] != work.output[0]:
-        return "planes that meet nothing"
+        return "input and output have different depths"
     if work.stride[1] != work.stride[2]:
         return f"two strides, {work.stride[1]} and {work.stride[2]}"
     if work.input[1] == work.output[1] == work.kernel[1] == 1 and work.pad[1] == 0:
-        return "one dimension, whose strips depend on where it is cut in pieces"
+        return "one dimension: its strips would depend on how the problem is split"
     plane = Plane(
         batch=work.batch * work.input[0],
         kernel=(work.kernel[1], work.kernel[2]),
@@ -150,7 +147,7 @@ def channels_of(work: ConvWork) -> int:
 
 
 def spread_of(work: ConvWork) -> int:
-    """Return the columns from one tap to the next."""
+    """Return the distance between taps along W, in columns."""
     return work.dilation[2] if work.kernel[2] > 1 else 1
 
 

@@ -1,5 +1,5 @@
 // The gradient of a depthwise convolution's weight, of channels-last tensors with two or three spatial
-// dimensions. The host's side is depthwise_weight.py.
+// dimensions. Launched by depthwise_weight.py.
 //
 // w[c, t, r, s] = sum over (n, z, p, q) of y[n, z, p, q, c] *
 //                 x[n, z*sd + t*dd - pd, p*STRIDE + r - ph, q*STRIDE + s - pw, c],
@@ -15,7 +15,7 @@
 // Grid: blocks, channel tiles, parts of the kernel.
 // Shared memory: STAGES rows of x and y per warp, later reused for the strips' sums, which
 // depthwise_weight_sum.cuh adds. Deterministic.
-// Relies on its launcher for channels and strides in multiples of PIECE; an image's extent below 2^31
+// Preconditions: channels and strides in multiples of PIECE; an image's extent below 2^31
 // elements; `arrived` being 0, and partials if there is more than one block. Padding is read as zeros.
 #include "core/opaque.cuh"
 #include "core/vectors.cuh"

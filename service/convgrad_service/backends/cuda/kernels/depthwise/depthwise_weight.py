@@ -111,7 +111,7 @@ class DepthwiseWeight(Solver[ConvWork, WeightTile]):
         if reason is not None:
             return reason
         if work.out_channels > 1:
-            return f"{work.out_channels} channels a group"
+            return f"{work.out_channels} channels per group"
         if work.dtype.itemsize == 2 and any(n % 2 for n in _alignments(work)):
             return f"{work.groups} channels are not a multiple of 2"
         if work.stride[1] != work.stride[2] or work.stride[2] not in STRIDES:

@@ -1,5 +1,5 @@
 // What gradients of a depthwise convolution's weight share: arguments, and storing a finished sum.
-// The host's side is depthwise_weight_args.py.
+// Host side: depthwise_weight_args.py.
 #pragma once
 
 #include "core/divider.cuh"

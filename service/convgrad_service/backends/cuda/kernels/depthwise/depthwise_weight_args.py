@@ -49,8 +49,8 @@ def fill_weight(args: Any, work: ConvWork, plane: Plane) -> None:
 
 
 def why_not_volume(work: ConvWork) -> str | None:
-    """Return why a work is not a wgrad of one input channel per group, of channels-last tensors of
-    up to three dimensions whose rows of weights are equally far apart; None if it is."""
+    """Return why a work is not a depthwise wgrad of channels-last tensors of up to three dimensions
+    with a constant stride between rows of weights; None if it is."""
     if (reason := why_not_depthwise(work)) is not None:
         return reason
     if work.kernel[0] > 1 and work.w.strides[3] != work.kernel[1] * work.w.strides[4]:

@@ -1,5 +1,5 @@
 // The gradient of a depthwise convolution's weight, on channels-last tensors of 16-bit types, computed
-// in registers: shared memory is for the final sums only. The host's side is
+// in registers: shared memory is for the final sums only. Launched by
 // depthwise_weight_direct.py.
 //
 // w[c, r, s] = sum over (n, p, q) of
@@ -15,7 +15,7 @@
 // Dynamic shared memory: the threads' sums, added in order.
 // Deterministic: the last block of a channel tile to arrive adds the blocks' partial sums, in an order
 // that depends on their number only.
-// Relies on its launcher for channels and strides in multiples of 8 elements; an image's extent and
+// Preconditions: channels and strides in multiples of 8 elements; an image's extent and
 // items below 2^31; `arrived` being 0, and partials if there is more than one block. INNER: units end
 // where rows of y do, and padding is at most half a kernel. Padding is read as zeros.
 #include "depthwise/depthwise_weight_args.cuh"

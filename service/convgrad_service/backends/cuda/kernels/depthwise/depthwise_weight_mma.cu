@@ -17,7 +17,7 @@
 // Shared memory: STAGES groups of x and of y as copied, two of each in lines, and the sums of every
 // FLUSH rows, because tensor cores truncate instead of rounding.
 // Deterministic: the last block of a channel tile to arrive adds the blocks' partial sums in order.
-// Relies on its launcher for channels in multiples of 8, aligned to 16 bytes; `arrived` being 0, and
+// Preconditions: channels in multiples of 8, aligned to 16 bytes; `arrived` being 0, and
 // partials if there is more than one block.
 #include "depthwise/depthwise_strips.cuh"
 #include "depthwise/depthwise_weight_args.cuh"

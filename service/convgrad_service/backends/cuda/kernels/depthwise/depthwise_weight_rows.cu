@@ -1,5 +1,5 @@
 // The gradient of a depthwise convolution's weight, of channels-last tensors with one to three spatial
-// dimensions, a row of taps at a time. The host's side is depthwise_weight_rows.py.
+// dimensions, a row of taps at a time. Launched by depthwise_weight_rows.py.
 //
 // w[c, t, r, s] = sum over (n, z, p, q) of y[n, z, p, q, c] *
 //                 x[n, z*sd + t*dd - pd, p*sh + r*dh - ph, q*STRIDE + s*dw - pw, c / multiplier],
@@ -13,7 +13,7 @@
 // taps read y from L1.
 // Grid: equal shares of the items, in a cluster if there are at most 8; tiles of channels; rows of taps.
 // Shared memory: depthwise_weight_sum.cuh. Deterministic.
-// Relies on its launcher for contiguous channels, strides and channels in multiples of VECTOR, `vectors`
+// Preconditions: contiguous channels, strides and channels in multiples of VECTOR, `vectors`
 // in multiples of 4, an image's extent below 2^31 elements, items below 2^31, `arrived` being 0; VECTOR =
 // 1 with a multiplier.
 // Elements outside a tensor are read as zeros.

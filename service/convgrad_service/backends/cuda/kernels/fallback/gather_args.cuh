@@ -1,4 +1,4 @@
-// One convolution as a gather: forward, or the gradient of the input. The host's side is gather_args.py.
+// One convolution as a gather: forward, or the gradient of the input. Host side: gather_args.py.
 //
 // Along each dimension, result position y meets source position x at tap r if
 //   forward   x = y*stride + r*dilation - pad

@@ -1,10 +1,10 @@
 // A convolution as a gather, forward or the gradient of the input, one thread per pixel and CHANNELS
-// result channels of a group: for few channels per group, which would not fill a tile. The host's side
-// is gather_direct.py.
+// result channels of a group: for few channels per group, which would not fill a tile. Launched by
+// gather_direct.py.
 //
 // Block: 256 threads, along pixels or channels as `lanes` says (whichever is contiguous in memory).
 // Shared memory: none. Deterministic: every result is one sum over taps, then source
-// channels, in order. Relies on its launcher for the grid: ceil(threads / 256) blocks.
+// channels, in order. Grid: ceil(threads / 256) blocks.
 // Index limits: extents below 2^31, tensors by 64-bit offsets.
 #include "core/epilogue.cuh"
 #include "fallback/gather_args.cuh"

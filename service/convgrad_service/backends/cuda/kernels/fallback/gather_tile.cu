@@ -7,7 +7,7 @@
 // the pixels' coordinates and offsets. Deterministic: every result is one sum over taps, then
 // channels, in order, independent of tiles.
 // Source positions outside the tensor are read as zeros.
-// Relies on its launcher for the grid, phases * pixel tiles (of the largest phase) * groups * channel
+// Grid: phases * pixel tiles (of the largest phase) * groups * channel
 // tiles, the last one fastest.
 // Index limits: extents below 2^31, tensors by 64-bit offsets.
 #include "core/epilogue.cuh"

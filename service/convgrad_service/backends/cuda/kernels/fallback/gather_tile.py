@@ -35,9 +35,9 @@ class GatherTile:
         """
         read, written = work.channels
         if written < CHANNELS // 4:
-            return f"{written} result channels a group would leave most of a tile of {CHANNELS}"
+            return f"{written} result channels per group would leave most of a tile of {CHANNELS}"
         if read < STEP // 2:
-            return f"{read} source channels a group would leave most of a step of {STEP}"
+            return f"{read} source channels per group would leave most of a step of {STEP}"
         blocks = _grid(work)
         if blocks > MAX_BLOCKS:
             return f"{blocks} tiles are more than one grid holds"

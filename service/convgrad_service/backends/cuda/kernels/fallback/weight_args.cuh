@@ -1,4 +1,4 @@
-// The gradient of a convolution's weight. The host's side is weight_args.py.
+// The gradient of a convolution's weight. Host side: weight_args.py.
 //
 // w[g, k, c, r] = sum over pixels (n, o) of y[n, g, k, o] * x[n, g, c, o*stride + r*dilation - pad].
 // The pixels are divided into `splits` ranges of `split_pixels` (the last may be shorter). One range

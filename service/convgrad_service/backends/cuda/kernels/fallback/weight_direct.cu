@@ -1,10 +1,10 @@
 // The gradient of a convolution's weight, one thread per weight element and part of the pixels: for
-// few channels per group, which would not fill a tile. The host's side is weight_direct.py.
+// few channels per group, which would not fill a tile. Launched by weight_direct.py.
 //
 // Block: 32 weight elements of one tap, adjacent along (g, k, c), times 8 rows that each sum every
 // eighth pixel of one split. Static shared memory: 4 KiB for the offsets of 256 pixels, 1 KiB for
 // the rows' sums (double 2). Deterministic: each row sums in order, the rows are added in order.
-// Relies on its launcher for the grid, splits * taps * ceil(elements / 32), the last one fastest.
+// Grid: splits * taps * ceil(elements / 32), the last one fastest.
 // Index limits: extents below 2^31, tensors by 64-bit offsets.
 #include "fallback/weight_args.cuh"
 

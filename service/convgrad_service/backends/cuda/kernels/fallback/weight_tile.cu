@@ -5,7 +5,7 @@
 // pixels. Static shared memory: 9 KiB for the steps (double 17) and 4 KiB for the offsets of 256
 // pixels. Deterministic: each sum runs over its split's pixels in order.
 // A pixel whose tap is in padding is read as zero from both tensors.
-// Relies on its launcher for the grid, splits * groups * taps * tiles of K * tiles of C, the last one
+// Grid: splits * groups * taps * tiles of K * tiles of C, the last one
 // fastest.
 // Index limits: extents below 2^31, tensors by 64-bit offsets.
 #include "fallback/weight_args.cuh"

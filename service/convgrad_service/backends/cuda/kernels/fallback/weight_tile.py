@@ -25,7 +25,7 @@ class WeightTile(WeightFallback):
         """See `Family.why_not`; depends on channels only, like `GatherTile`."""
         if work.in_channels * work.out_channels < TILE * TILE // 16:
             return (
-                f"{work.out_channels}x{work.in_channels} channels a group would leave most of a "
+                f"{work.out_channels}x{work.in_channels} channels per group would leave most of a "
                 f"tile of {TILE}x{TILE}"
             )
         if self.blocks(work) > MAX_BLOCKS:

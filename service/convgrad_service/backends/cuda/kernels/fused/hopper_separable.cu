@@ -4,7 +4,7 @@
 // m[p, c] = activation0(bias0[c] + sum over (r, s) of x[p*STRIDE + (r, s) - pad, c] * w0[c, r, s]),
 // rounded once, and y[p, k] = activation1(bias1[k] + sum over c of m[p, c] * w1[k, c])
 //
-// The host's side is hopper_separable.py. GEMM: M = kOutputs of the outputs, N = the COLUMNS pixels
+// Launched by hopper_separable.py. GEMM: M = kOutputs of the outputs, N = the COLUMNS pixels
 // of a tile, K = the channels, in chunks of ROW_BYTES / 2.
 // Item: a tile of TILE_H x TILE_W pixels in each of IMAGES images, and a slice of the outputs; slices
 // of one tile are consecutive. A persistent block computes every gridDim-th item. It is warp
@@ -17,7 +17,7 @@
 // Dynamic shared memory: 1,024 bytes for alignment; the rings of weights and of the intermediate; for
 // each group COLUMNS rows of 128 bytes of staged results; the boxes; barriers. See
 // hopper_separable_tiles.py.
-// Relies on its launcher for contiguous channels in whole 16-byte chunks, and for contiguous taps and
+// Preconditions: contiguous channels in whole 16-byte chunks, and contiguous taps and
 // channels of w0. Needs sm_90a.
 // Deterministic: one order of additions for each result, independent of the tile.
 // Index limits: items below 2^31; positions are those of tensor maps.

@@ -70,8 +70,8 @@ class HopperSeparable:
             return f"a stride of {first.stride}, or more than one plane"
         if not self._anything and second.out_channels > MOST_OUTPUTS:
             return (
-                f"{second.out_channels} outputs: the intermediate would be made again for every "
-                f"{MOST_OUTPUTS} of them, which takes longer than its way through memory"
+                f"{second.out_channels} outputs: the intermediate would be recomputed for every "
+                f"{MOST_OUTPUTS} of them, which takes longer than writing and reading it"
             )
         if not lies_well(first, second):
             return "the channels are not contiguous"

@@ -1,4 +1,4 @@
-// The argument of hopper_separable.cu, and definitions that its parts share. The host's side is
+// The argument of hopper_separable.cu, and definitions that its parts share. Host side:
 // hopper_separable.py.
 #pragma once
 

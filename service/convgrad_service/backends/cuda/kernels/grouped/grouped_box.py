@@ -126,7 +126,7 @@ def why_not_pixels(work: ConvWork, side: str, operand: Operand, channels: int) -
     if operand.strides[2] != 1 or operand.strides[1] != channels:
         return f"the {side}'s channels are not contiguous"
     if work.groups * channels % chunk:
-        return f"the {side}'s {work.groups * channels} channels are no whole chunks of 16 bytes"
+        return f"the {side}'s {work.groups * channels} channels are not whole chunks of 16 bytes"
     if any(operand.strides[axis] % chunk for axis in (0, 3, 4, 5)):
         return f"the {side}'s pixels do not start at multiples of 16 bytes"
     return None

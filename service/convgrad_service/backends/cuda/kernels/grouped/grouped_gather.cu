@@ -1,7 +1,7 @@
-// A grouped convolution of few channels a group, forward or the gradient of the input, on tensor
+// A grouped convolution of few channels per group, forward or the gradient of the input, on tensor
 // cores: M = positions of the result, N = result channels, K = taps x source channels, of one group
 // or of as many groups, merged, as fill whole 16-byte chunks of channels on both sides. The weight
-// of merged groups is block-diagonal. The host's side is grouped_gather.py.
+// of merged groups is block-diagonal. Launched by grouped_gather.py.
 //
 // Along each dimension, result position y0 + m*y_step (m in [0, count)) of a phase meets, at its tap
 // j in [0, taps), source position x0 + (m*x_step + j*x_tap)*lattice and weight tap r0 + j*r_step.
@@ -14,8 +14,8 @@
 // Dynamic shared memory: the box, the weights [merge][taps, then one of zeros][out channel][in
 // channel], result offsets and box offsets of positions, offsets of the steps of the reduction, and
 // the warps' rows, at offsets that grouped_gather.py computes.
-// Relies on its launcher for the grid (slices fastest, then phases, then boxes), and for tensors whose
-// channels, of all merged groups, are contiguous in whole 16-byte chunks.
+// Grid: slices (fastest), phases, boxes.
+// Preconditions: channels, of all merged groups, are contiguous in whole 16-byte chunks.
 // Deterministic: one order of additions for each result, independent of boxes. Positions outside the
 // source and other groups' channels are multiplied as zeros, so NaN and infinities spread to merged
 // groups: grouped_merge.py only merges groups for which that is allowed.

@@ -90,7 +90,7 @@ class GroupedGather:
         if work.in_channels == work.out_channels == 1:
             return "NaN would spread among groups of one channel, as products have several groups"
         if max(work.w.strides[1:]) * work.out_channels > MAX_INDEX:
-            return f"the weights of a group lie more than {MAX_INDEX} elements apart"
+            return f"the weights of a group span more than {MAX_INDEX} elements"
         if work.direction == "bwd_data" and max(work.stride) > MAX_PHASES:
             return f"stride {max(work.stride)} makes more than {MAX_PHASES} phases"
         axes = [lattice_axis(work, dim) for dim in range(3)]

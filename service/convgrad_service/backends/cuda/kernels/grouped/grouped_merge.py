@@ -115,12 +115,12 @@ def why_not_grouped(work: ConvWork, device: CudaDevice, *, wide: bool = False) -
     most = WIDE_CHANNELS if wide else MAX_CHANNELS
     if max(merge.in_channels, merge.out_channels) > most:
         return (
-            f"{work.in_channels} and {work.out_channels} channels a group, {merge.groups} groups "
+            f"{work.in_channels} and {work.out_channels} channels per group, {merge.groups} groups "
             f"merged, are more than {most}"
         )
     least = min(work.in_channels, work.out_channels)
     if not wide and not is_exact(work) and least >= DENSE_CHANNELS:
-        return f"{DENSE_CHANNELS} and more channels a group fill the dense kernels' tiles"
+        return f"{DENSE_CHANNELS} and more channels per group fill the dense kernels' tiles"
     if work.taps > MAX_TAPS:
         return f"{work.taps} taps are more than {MAX_TAPS}"
     for side, operand, channels in (
@@ -150,7 +150,7 @@ def why_not_packed(work: ConvWork) -> str | None:
             return None
     return (
         f"{merge.groups} groups of {work.in_channels} and {work.out_channels} channels merged are "
-        f"no part of an aligned block of {PACKED} channels, within which a NaN may spread"
+        f"not within an aligned block of {PACKED} channels, within which a NaN may spread"
     )
 
 
@@ -167,5 +167,5 @@ def _why_not_chunks(operand: Operand, channels: int, work: ConvWork, merge: Merg
     ):
         return "pixels do not start at multiples of 16 bytes"
     if max(operand.strides[3:]) * operand.dtype.itemsize > MAX_STRIDE_BYTES:
-        return f"planes lie more than {MAX_STRIDE_BYTES} bytes apart"
+        return f"planes are more than {MAX_STRIDE_BYTES} bytes apart"
     return None

@@ -1,7 +1,7 @@
-// The gradient of a grouped convolution's weight, few channels a group, on tensor cores: M = taps x
+// The gradient of a grouped convolution's weight, few channels per group, on tensor cores: M = taps x
 // input channels, N = output channels, K = pixels of grad_output, of one group or of as many groups,
 // merged, as fill whole 16-byte chunks of channels on both sides (products between different groups
-// are discarded). The host's side is grouped_weight.py.
+// are discarded). Launched by grouped_weight.py.
 //
 // w[g, k, c, r] = sum over pixels (n, o) of y[n, g, k, o] * x[n, g, c, o*stride + r*dilation - pad].
 // Along each dimension, output y0 + m*y_step (m in [0, count)) of a phase meets, at tap r, input
@@ -18,8 +18,8 @@
 // float32, products are FMAs, and each lane has the same sums as with tensor cores. WINDOWS is for
 // 3 x 3 taps without dilation and 8 channels on both sides: boxes then have an even number of rows and
 // a multiple of eight columns.
-// Relies on its launcher for the grid (slices, groups of items x positions of taps, at most 255
-// splits), and for tensors whose channels, of all merged groups, are contiguous in whole 16-byte chunks.
+// Grid: slices, groups of items x positions of taps, splits (at most 255).
+// Preconditions: channels, of all merged groups, are contiguous in whole 16-byte chunks.
 // Deterministic: one order of additions for each result and share. Missing pixels of a box are read as
 // zeros.
 // Index limits: 64-bit offsets; positions and strides of D, H, W in bytes below 2^31.

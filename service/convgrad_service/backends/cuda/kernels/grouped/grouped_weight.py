@@ -87,7 +87,7 @@ class GroupedWeight:
         parts = Parts(work, share.item, share.apart)
         boxes = parts.boxes(share.tile)
         if boxes > MAX_BLOCKS:
-            return f"{boxes} boxes of pixels are more than are counted"
+            return f"{boxes} boxes of pixels are more than {MAX_BLOCKS}"
         most = max(Block(parts, share.tile, share.slice).grid)
         return f"{most} slices are more than one grid holds" if most > MAX_GRID_YZ else None
 

@@ -41,7 +41,7 @@ MOST_PIXELS = 512
 STAGES, ENGINE_STAGES = (4, 3, 2), (8, 6, 4, 3, 2)
 ALIGNMENT, ROW_BYTES, STATIC_BYTES = 128, 16, 1024
 PLACES = (64, 128, 256, MOST_PIXELS)
-"""Of tiles with at most so many pixels, and more than the next smaller, the best is a candidate."""
+"""Limits of size classes, in pixels: the best tile of each class is a candidate."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,5 @@
 // A grouped convolution of 4, 8, 16 or 32 channels per group with 3 x 3 taps, forward or the gradient
-// of the input, on Hopper: rows of the source stream through shared memory once. The host's side is
+// of the input, on Hopper: rows of the source stream through shared memory once. Launched by
 // hopper_grouped.py.
 //
 // y[n, k, m] = sum over taps j and channels c of k's group of x[n, c, m + first + j] * w[k, c, tap(j)].
@@ -15,7 +15,7 @@
 // of several rows.
 // Dynamic shared memory: 1,024 bytes for alignment, the rings of the source and of results, weights to
 // be loaded to registers (from 16 channels on), mbarriers.
-// Relies on its launcher for contiguous channels in whole 16-byte chunks, and for rings that hold what
+// Preconditions: contiguous channels in whole 16-byte chunks, and rings that hold what
 // a slot of results needs. Needs sm_90a.
 // Deterministic: one order of additions for each result, independent of units.
 // Positions outside the source, and the other one of two groups of 4, are multiplied as zeros.

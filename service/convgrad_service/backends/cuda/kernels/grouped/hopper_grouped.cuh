@@ -1,4 +1,4 @@
-// The argument of hopper_grouped.cu, and its units. The host's side is hopper_grouped.py.
+// The argument of hopper_grouped.cu, and its units. Host side: hopper_grouped.py.
 #pragma once
 
 #include "ptx/load_store.cuh"

@@ -65,22 +65,22 @@ class HopperGrouped:
         if work.input[0] != 1:
             return f"{work.input[0]} planes"
         if not work.epilogue_free:
-            return "sums that are not the results themselves: those go out by the copy engine"
+            return "an epilogue: the copy engine stores plain sums only"
         x_size, y_size = sizes_of(work)
         above = -first_of(work, 1)
         if max(above, y_size[0] + 2 - above - x_size[0]) > 2:
-            return f"a padding of {work.pad}: rows of results that meet no source"
+            return f"a padding of {work.pad}: some rows of the result depend on padding alone"
         source, result = work.sides
         for side, operand in (("source", source), ("result", result)):
             reason = why_not_pixels(work, side, operand, channels[0])
             if reason is not None:
                 return reason
             if max(operand.strides) > MAX_INDEX:
-                return f"the {side}'s pixels lie far apart"
+                return f"a stride of the {side} exceeds {MAX_INDEX}"
         if max(work.w.strides[1:]) * max(channels) > MAX_INDEX:
-            return "weights of a group that lie far apart"
+            return f"the weights of a group span more than {MAX_INDEX} elements"
         if channels[0] >= COPIED and work.w.strides[2] == 1 and not _follow(work):
-            return "weights that do not follow one another"
+            return "the weights are not contiguous"
         if max(*work.input, *work.output, work.batch, *(abs(pad) for pad in work.pad)) > MAX_EXTENT:
             return f"an extent of more than {MAX_EXTENT}"
         if ceil_div(work.groups * channels[0], SLICE) > MAX_INDEX:

@@ -1,5 +1,5 @@
 // The gradient of a grouped convolution's weight on Hopper, 32 adjacent channels of x and 32 or 64 of y
-// at once: whole groups, or a part of one. The host's side is hopper_grouped_taps.py.
+// at once: whole groups, or a part of one. Launched by hopper_grouped_taps.py.
 //
 // w[k, c, tap] = sum over pixels (n, o) of y[n, o, k] * x[n, o * stride + tap * dilation - pad, c] for k
 // and c of one group; other products are discarded.
@@ -16,8 +16,8 @@
 // block adding a part of the results (weight_sums.cuh).
 // Dynamic shared memory: 1,024 bytes for alignment; the ring, later a slab of sums for each warp; the
 // offsets of steps and of rows.
-// Relies on its launcher for the grid (at most 255 splits, slices, positions of taps), and for tensors
-// whose channels, of all groups, are contiguous, with pixels at multiples of 16 bytes. Needs sm_90a.
+// Grid: splits (at most 255), slices, positions of taps.
+// Preconditions: channels, of all groups, are contiguous, with pixels at multiples of 16 bytes. Needs sm_90a.
 // Deterministic: one order of additions for each result and share. Pixels outside are read as zeros.
 // Index limits: positions below 2^31; 64-bit offsets in w.
 #include "grouped/hopper_grouped_taps.cuh"

@@ -62,7 +62,7 @@ class HopperGroupedTaps:
             return reason
         channels = work.in_channels
         if channels != work.out_channels or (channels % WIDTH and channels not in SMALL_GROUPS):
-            return f"{channels} to {work.out_channels} channels a group"
+            return f"{channels} to {work.out_channels} channels per group"
         for side, operand in (("input", work.x), ("output", work.y)):
             reason = why_not_pixels(work, side, operand, channels)
             if reason is not None:
@@ -75,7 +75,7 @@ class HopperGroupedTaps:
         parts = _parts(work, found[1])
         boxes, slices = parts.boxes(found[1].tile), max(parts.grid)
         if boxes > MAX_BLOCKS or slices > MAX_GRID_YZ:
-            return f"{boxes} boxes of pixels, {slices} slices"
+            return f"{boxes} boxes of pixels or {slices} slices are more than a grid can have"
         refused = (one.why_not() for one in _maps(Box(parts, found[1].tile)))
         return next((reason for reason in refused if reason is not None), None)
 

@@ -44,7 +44,7 @@ SWIZZLE_ATOM, ALIGNMENT, STATIC_BYTES = 512, 1024, 1024
 STAGES = (8, 6, 5, 4, 3, 2)
 MOST_CLUSTER = 8
 PLACES = (32, 64, 128, 256, 512, 1024)
-"""Of tiles with at most so many pixels, and more than the next smaller, the best is a candidate."""
+"""Limits of size classes, in pixels: the best tile of each class is a candidate."""
 ROW_BYTES, STEP_BYTES = 16, 8
 
 
@@ -174,7 +174,7 @@ class Box:
     def why_not(self) -> str | None:
         """Return why neither copies nor products are possible; None if they are."""
         if self.pairs_rows and self.tile[2] % 2:
-            return "an odd number of eights of columns"
+            return "a tile of an odd number of rows and of 8-column units"
         return why_not_copied(self.x_extent, self.parts.x_steps, WIDTH) or why_not_copied(
             self.y_extent, self.parts.y_steps, WIDTH
         )

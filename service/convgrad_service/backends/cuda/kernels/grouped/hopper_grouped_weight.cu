@@ -1,5 +1,5 @@
 // The gradient of a grouped 3 x 3 convolution's weight on Hopper, 32 adjacent channels of both sides
-// at once. The host's side is hopper_grouped_weight.py.
+// at once. Launched by hopper_grouped_weight.py.
 //
 // w[k, c, r, s] = sum over pixels (n, p, q) of y[n, p, q, k] * x[n, p + r - pad, q + s - pad, c] for k
 // and c of one group; other elements of the 32 x 32 products are discarded.
@@ -16,9 +16,8 @@
 // registers. At the end they are reduced through shared memory, and over the blocks of a slice through
 // `partials`, each block reducing a part of the results (hopper_grouped_weight_sums.cuh).
 // Dynamic shared memory: 512 bytes for alignment, and the ring, later the warps' sums.
-// Relies on its launcher for the grid (slices, at most 255 shares; fastest with no more blocks than run
-// at once), and for tensors whose channels, of all groups, are contiguous, with pixels at multiples of
-// 16 bytes. Needs sm_90a, 384 threads.
+// Grid: slices, shares (at most 255); fastest with no more blocks than run at once.
+// Preconditions: channels, of all groups, are contiguous, with pixels at multiples of 16 bytes. Needs sm_90a, 384 threads.
 // Deterministic: one order of additions for each result and number of shares. Pixels outside are read
 // as zeros. Past the end of a row of x, the next row's first pixels are read; they meet columns past
 // the end of y, or are outside x too.

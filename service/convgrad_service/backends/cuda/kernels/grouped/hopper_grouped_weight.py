@@ -88,7 +88,7 @@ class HopperGroupedWeight:
             return "planes along D"
         channels = work.in_channels
         if channels != work.out_channels or channels not in GROUP_CHANNELS:
-            return f"{channels} to {work.out_channels} channels a group; {GROUP_CHANNELS} on both"
+            return f"{channels} to {work.out_channels} channels per group; {GROUP_CHANNELS} on both"
         for side, operand in (("input", work.x), ("output", work.y)):
             reason = why_not_pixels(work, side, operand, channels)
             if reason is not None:

@@ -16,11 +16,11 @@ __all__ = ["aligned", "best_of", "describe_result", "describe_walk", "splits_of"
 __all__ += ["unique_bytes"]
 
 MOST_SPLITS = 255
-"""What the word at which blocks meet can count."""
+"""The most blocks that can share a result: the rendezvous counter has eight bits for each count."""
 PARTIAL_BYTES = 64 * 2**20
 """The most bytes of partial sums, unless the caller asks for more splits."""
 FEW_BOXES = 8
-"""Up to so many, a block may have all."""
+"""Up to this number of boxes, one block may process all."""
 
 
 def aligned(size: int, alignment: int) -> int:

@@ -1,9 +1,9 @@
 // Copies contiguous rows to rows of another pitch, followed by zeros if the target's rows are longer.
-// The host's side is transpose.py.
+// Launched by transpose.py.
 //
 // Block: 256 threads, one 16-byte chunk of the target each. Shared memory: none. Deterministic.
-// Relies on its launcher for the grid, ceil(rows * chunks / 256) blocks, and for target rows that are
-// whole, aligned chunks.
+// Grid: ceil(rows * chunks / 256) blocks.
+// Preconditions: target rows are whole, aligned chunks.
 // Index limits: 64-bit throughout; blocks below 2^31.
 #include "ptx/pdl.cuh"
 #include "core/vectors.cuh"

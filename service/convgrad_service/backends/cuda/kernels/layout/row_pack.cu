@@ -1,7 +1,7 @@
-// Copies rows to rows without gaps, which need not be whole 16-byte chunks. The host's side is transpose.py.
+// Copies rows to rows without gaps, which need not be whole 16-byte chunks. Launched by transpose.py.
 //
 // Block: 256 threads, one 16-byte chunk of the target each. Shared memory: none. Deterministic.
-// Relies on its launcher for the grid, ceil(chunks / 256) blocks, and for an aligned target.
+// Grid: ceil(chunks / 256) blocks. Preconditions: an aligned target.
 // Index limits: 64-bit throughout; blocks below 2^31.
 #include "ptx/pdl.cuh"
 #include "core/vectors.cuh"

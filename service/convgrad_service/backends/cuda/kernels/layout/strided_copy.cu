@@ -1,10 +1,10 @@
-// Copies a box of elements between any strides. The host's side is strided_copy.py.
+// Copies a box of elements between any strides. Launched by strided_copy.py.
 //
 // Block: 256 threads, each of which copies one run of elements (a short last axis, or one element);
 // adjacent threads have adjacent runs along the last remaining axis. Shared memory: none.
 // Deterministic. Past a bound, where the source has no element, the target gets zero (`pads`) or is
 // not written.
-// Relies on its launcher for the grid: ceil(runs / 256) blocks.
+// Grid: ceil(runs / 256) blocks.
 // Index limits: 64-bit throughout.
 #include "core/elements.cuh"
 

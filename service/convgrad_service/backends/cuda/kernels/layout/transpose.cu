@@ -1,5 +1,5 @@
 // Batched transpose: copies from a source in which x is contiguous to a target in which y is,
-// target[o, x, y] = source[o, y, x], through shared memory. The host's side is transpose.py.
+// target[o, x, y] = source[o, y, x], through shared memory. Launched by transpose.py.
 //
 // Block: 256 threads copy a tile of 64 x 64, or 128 x 64 of 16 bits, by chunks of 16 bytes on both
 // sides. Unaligned rows (planes of an odd number of pixels) are read (SOURCE_ANY) and written
@@ -9,8 +9,8 @@
 // adjacent along y if they have 16 bits, and without bank conflicts. From `y_limit` on, the source has
 // no element and the target gets zero. With Y_AXES 2 y is two axes of the source, (outer, inner); both sides
 // are aligned then.
-// Relies on its launcher for the grid, tiles of x (fastest), tiles of y, outer positions; and for
-// buffers that start at chunk boundaries.
+// Grid: tiles of x (fastest), tiles of y, outer positions.
+// Preconditions: buffers start at chunk boundaries.
 // Deterministic. Index limits: offsets in 64 bits; blocks below 2^31.
 #include "layout/transpose_args.cuh"
 

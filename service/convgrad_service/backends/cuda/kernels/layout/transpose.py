@@ -291,7 +291,7 @@ def _outer_y(work: Copy, box: _Box, x: int, y: int) -> int | None:
 
 
 def _rows(short: CopyAxis, count: int, itemsize: int) -> int:
-    """How many of so many rows of the short axis a block moves: about as many as the others."""
+    """Return the rows of the short axis per block: ``count`` divided about evenly."""
     chunk = CHUNK_BYTES // itemsize
     most = PLANES_BYTES // itemsize // short.extent // chunk * chunk
     return ceil_div(ceil_div(count, ceil_div(count, most)), chunk) * chunk

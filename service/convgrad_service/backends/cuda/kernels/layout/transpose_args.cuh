@@ -1,4 +1,4 @@
-// The argument of transpose.cu, transpose_planes.cu and transpose_runs.cu. The host's side is
+// The argument of transpose.cu, transpose_planes.cu and transpose_runs.cu. Host side:
 // transpose.py.
 #pragma once
 

@@ -1,13 +1,13 @@
 // transpose.cu for a short x whose rows are contiguous, such as the taps of a weight or small images:
-// target[o, x, y] = source[o, y * x_extent + x]. The host's side is transpose.py.
+// target[o, x, y] = source[o, y * x_extent + x]. Launched by transpose.py.
 //
 // Block: 256 threads copy `rows` positions of y, that is whole rows of x, which are contiguous in the
 // source, by chunks of 16 bytes, or by elements on a side that is not aligned. Static shared memory:
 // 16 KB of the source, with a free word after the rows of each chunk of the target to avoid bank
 // conflicts between lanes, which store adjacent chunks. From `y_limit` on, the source has no element
 // and the target gets zero.
-// Relies on its launcher for the grid, runs of rows (fastest), outer positions; and for `rows`, a
-// multiple of a chunk that fits.
+// Grid: runs of rows (fastest), outer positions.
+// Preconditions: `rows` is a multiple of a chunk that fits.
 // Deterministic. Index limits: offsets in 64 bits; blocks below 2^31.
 #include "layout/transpose_args.cuh"
 

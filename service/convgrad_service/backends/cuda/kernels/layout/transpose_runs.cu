@@ -1,13 +1,13 @@
 // transpose.cu for a short y whose rows are contiguous in the target, such as the taps of a weight or
-// small images: target[o, x * y_extent + y] = source[o, y, x]. The inverse of transpose_planes.cu. The
-// host's side is transpose.py.
+// small images: target[o, x * y_extent + y] = source[o, y, x]. The inverse of transpose_planes.cu. Launched by
+// transpose.py.
 //
 // Block: 256 threads copy `rows` positions of x, that is whole rows of y, which are contiguous in the
 // target, by chunks of 16 bytes, or by elements on a side that is not aligned. Static shared memory:
 // 16 KB of the target, with a free word after the rows of each chunk of the source to avoid bank
 // conflicts between lanes, which load adjacent chunks.
-// Relies on its launcher for the grid, runs of rows (fastest), outer positions; for `rows`, a multiple
-// of a chunk that fits; and for a source without missing elements.
+// Grid: runs of rows (fastest), outer positions.
+// Preconditions: `rows` is a multiple of a chunk that fits; the source has no missing elements.
 // Deterministic. Index limits: offsets in 64 bits; blocks below 2^31.
 #include "layout/transpose_args.cuh"
 

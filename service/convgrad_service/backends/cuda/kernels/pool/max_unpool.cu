@@ -1,5 +1,5 @@
-// Max unpooling with indices that may be outside the windows of their pooling, and its gradient. The
-// host's side is max_unpool.py.
+// Max unpooling with indices that may be outside the windows of their pooling, and its gradient. Launched by
+// max_unpool.py.
 //
 // SCATTER 1: y = 0, then y[indices[i]] = x[i] in the order of i, so that the last one wins. Returns
 // at once if bad[1] is 0, because window_routes.cu has then unpooled by windows. Channels first: a
@@ -8,7 +8,7 @@
 // SCATTER 0: y[i] = x[indices[i]], or 0 and bad[0] = 1 if the index is outside the plane; four
 // elements per thread, 256 apart.
 // Block: 128 threads (scatter), 256 (gather); shared memory: none. Deterministic: one thread or one
-// warp writes a plane, in order. Relies on its launcher for the grid.
+// warp writes a plane, in order.
 // Index limits: planes and a chunk's elements below 2^31; offsets in 64 bits.
 #include "core/divider.cuh"
 

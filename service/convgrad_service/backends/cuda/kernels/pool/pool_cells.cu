@@ -1,5 +1,5 @@
-// The gradient of max pooling from its input, for windows that do not overlap (kernel <= stride). The
-// host's side is pool_cells.py.
+// The gradient of max pooling from its input, for windows that do not overlap (kernel <= stride). Launched by
+// pool_cells.py.
 //
 // Input positions u = i + pad are divided into cells of one stride, one for each window. The gradient
 // of window o goes to the first maximum among the first `kernel` positions of cell o (a NaN wins over
@@ -9,7 +9,7 @@
 // ones along W, of two positions each, without padding (channels first: a row of these is one vector).
 // With a kernel that is known at compile time (KERNEL_W > 0) all of its positions are loaded before the
 // first comparison.
-// Block: 128 threads; shared memory: none. Grid: ceil(threads / 128). Relies on its launcher for
+// Block: 128 threads; shared memory: none. Grid: ceil(threads / 128). Preconditions:
 // aligned vectors and an image's extent below 2^31 elements.
 // Deterministic; gradients are copied bit by bit.
 #include "core/vectors.cuh"

@@ -1,5 +1,5 @@
 // The gradient of max pooling from its input, for overlapping windows of KERNEL x KERNEL or, with DEPTH 3,
-// of three planes of these, channels last. The host's side is pool_strips.py.
+// of three planes of these, channels last. Launched by pool_strips.py.
 //
 // grad_x[i] = sum of grad[o] over the windows o whose maximum is at i. The maximum of a window is the
 // maximum over its planes, theirs that over rows. Its gradient is routed back the same way: to the first
@@ -17,8 +17,9 @@
 // each step warps exchange, through shared memory, the
 // maxima of their planes and the gradients of the windows centred on them: two steps of (warps + 4) *
 // windows * 32 * 8 bytes.
-// Relies on its launcher for contiguous channels in whole words, strips and tiles that start at multiples
-// of STRIDE, a padding along H that is PHASE modulo STRIDE, and an image's extent below 2^31 bytes. Deterministic, no atomics, sums in float32.
+// Preconditions: contiguous channels in whole words, strips and tiles that start at multiples
+// of STRIDE, a padding along H that is PHASE modulo STRIDE, and an image's extent below 2^31 bytes.
+// Deterministic, no atomics, sums in float32.
 #include "pool/pool_words.cuh"
 
 using namespace convgrad;

@@ -1,5 +1,5 @@
 // The gradient of max pooling from its input, for overlapping square windows of stride 1, channels
-// last, with a 32-bit word of channels per thread. The host's side is pool_tiles.py.
+// last, with a 32-bit word of channels per thread. Launched by pool_tiles.py.
 //
 // grad_x[i] = sum of grad[o] over the windows o whose maximum is at i. The maximum of a window is the
 // maximum of its rows' maxima. Its gradient is routed back the same way: to the first row with that
@@ -14,7 +14,7 @@
 //   3. Along W: the rows' sums to positions.
 // Adjacent threads hold adjacent channels. Shared memory: 4 bytes per channel for each row of a
 // window, first its maximum (16-bit ones alternate between the halves to avoid bank conflicts within
-// a warp), then its sum. Relies on its launcher for contiguous channels in a multiple of WORDS words,
+// a warp), then its sum. Preconditions: contiguous channels in a multiple of WORDS words,
 // and an image's extent below 2^31 bytes. Deterministic, no atomics, sums in float32.
 #include "pool/pool_words.cuh"
 

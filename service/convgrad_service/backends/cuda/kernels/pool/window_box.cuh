@@ -1,5 +1,5 @@
-// The part of the planes that a block computes, channels first, and its copy in shared memory. The
-// host's side is window_box.py.
+// The part of the planes that a block computes, channels first, and its copy in shared memory. Host side:
+// window_box.py.
 //
 // A block computes a tile of y in `planes` adjacent planes. The box of x is what the tile's windows
 // cover. Both are copied in 16-byte chunks whatever the alignment of lines, in segments: all planes at

@@ -1,12 +1,12 @@
-// Max pooling over windows of any kind: maxima and their positions. The host's side is window_maxima.py.
+// Max pooling over windows of any kind: maxima and their positions. Launched by window_maxima.py.
 //
 // y[o] = the maximum of x over the window of o, indices[o] = its flat position in the plane. Of equal
 // maxima the first wins; a NaN wins over any number, and of several NaNs the last.
 // A thread computes WIDTH adjacent elements of `inner` at one position of y. If ROWS > 0, windows have at
 // most ROWS by COLUMNS adjacent positions along their last two axes, all of which are loaded before the
 // first comparison. Otherwise they have any number, and a dilation.
-// Block: 128 threads; shared memory: none. Deterministic. Relies on its launcher for the grid (chunks of
-// the batch along y), aligned vectors, and windows that contain a position.
+// Block: 128 threads; shared memory: none. Deterministic. Grid: y = chunks of the
+// batch. Preconditions: aligned vectors; windows contain a position.
 // Index limits: planes and a chunk's threads below 2^31; offsets in 64 bits.
 #include "pool/windows.cuh"
 

@@ -1,4 +1,4 @@
-// Pooling over windows of any kind, channels first. The host's side is window_planes.py.
+// Pooling over windows of any kind, channels first. Launched by window_planes.py.
 //
 // Averages: y[o] = (sum of x[i] over the window of o) / divisor(o); with WEIGHTED the terms are
 // x[i] / size(i), for gradients of windows that differ in size.

@@ -1,5 +1,5 @@
 // Pooling over large windows, LANES threads per window: averages, or with MAXIMA the maxima and their
-// positions. The host's side is window_reduce.py.
+// positions. Launched by window_reduce.py.
 //
 // Averages: y[o] = (sum of x[i] over the window of o) / divisor(o).
 // Maxima: y[o] = the maximum, indices[o] = its flat position in the plane. Of equal maxima the first
@@ -14,7 +14,7 @@
 // added at the end; windows must start and end at multiples of it.
 // Block: 256 threads, 256/LANES windows (of WIDTH channels). Shared memory: one partial result per
 // thread if lanes span warps. Deterministic: the order of reduction depends on the window only.
-// Relies on its launcher for the grid (chunks of the batch along y) and aligned vectors.
+// Grid: y = chunks of the batch. Preconditions: aligned vectors.
 // Index limits: extents and a chunk's threads below 2^31; offsets in 64 bits.
 #include "pool/windows.cuh"
 

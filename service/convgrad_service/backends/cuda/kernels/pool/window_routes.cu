@@ -1,5 +1,5 @@
 // Routing of elements by indices, for windows of any kind: the gradient of max pooling from the
-// indices of the maxima, and max unpooling. The host's side is window_routes.py.
+// indices of the maxima, and max unpooling. Launched by window_routes.py.
 //
 // y[i] = sum of x[o] over the windows o that contain i and whose index is i; with MOVE, the last of
 // them, bit by bit. It is a gather without atomics, in the order of the windows.
@@ -10,8 +10,8 @@
 // A thread computes SPAN adjacent positions along the last axis, in WIDTH adjacent elements of `inner`,
 // and reads each window that contains any of them once. If `inner` is 1, it stores STORE adjacent
 // positions at once. Block: 128 threads; shared memory: 4 bytes. Deterministic.
-// Memory-safe for any index: indices are compared, never dereferenced. Relies on its launcher for the
-// grid (chunks of the batch along y) and aligned vectors. Index limits: extents, planes and a chunk's
+// Memory-safe for any index: indices are compared, never dereferenced. Grid: y = chunks
+// of the batch. Preconditions: aligned vectors. Index limits: extents, planes and a chunk's
 // threads below 2^31; offsets in 64 bits.
 #include "pool/windows.cuh"
 

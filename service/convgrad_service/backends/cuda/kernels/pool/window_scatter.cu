@@ -1,5 +1,5 @@
 // Scatter of elements by indices, for windows of any kind, channels first: the gradient of max pooling
-// from the indices of the maxima, and max unpooling. The host's side is window_scatter.py.
+// from the indices of the maxima, and max unpooling. Launched by window_scatter.py.
 //
 // y[i] = sum of x[o] over the windows o that contain i and whose index is i; with MOVE, the last of
 // them, bit by bit; 0 if there are none. An index outside its window sets bad[MOVE] unless `bad` is

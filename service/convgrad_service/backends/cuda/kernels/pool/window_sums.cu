@@ -1,5 +1,5 @@
 // Average pooling and its gradient, over windows of any kind: sums of x over each window of y,
-// divided. The host's side is window_sums.py.
+// divided. Launched by window_sums.py.
 //
 // y[o] = (sum of x[i] over the window of o) / divisor(o); with WEIGHTED the terms are x[i] / size(i),
 // for gradients of windows that differ in size.
@@ -15,8 +15,8 @@
 // Otherwise a thread computes RUN positions; with TAPS a window has at most LINES by TAPS positions,
 // which are loaded before the first is added, because memory latency dominates.
 // Block: 128 threads; shared memory: none. Deterministic: an element's order of additions follows
-// from its window. Relies on its launcher for the grid (chunks of the batch along y), and for aligned
-// vectors of WIDTH elements.
+// from its window. Grid: y = chunks of the batch. Preconditions: aligned vectors of WIDTH
+// elements.
 // Index limits: extents and a chunk's threads below 2^31; offsets in 64 bits.
 #include "pool/windows.cuh"
 

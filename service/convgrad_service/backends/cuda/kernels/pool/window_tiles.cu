@@ -1,5 +1,5 @@
 // Gradients of poolings whose windows are adjacent, and max unpooling: each position of y is in at
-// most one window. The host's side is window_tiles.py.
+// most one window. Launched by window_tiles.py.
 //
 // MODE 0: y[i] = x[window of i] / divisor, the gradient of average pooling.
 // MODE 1: y[i] = x[window of i] if the window's index is i, else 0: the gradient of max pooling.
@@ -13,8 +13,8 @@
 // windows are loaded as vectors; 0 for any.
 // KIND 2, channels first and one window per plane: WIDTH adjacent elements of all planes, which are
 // contiguous.
-// Block: 128 threads; shared memory: none. Deterministic: nothing is added. Relies on its launcher for
-// the grid (chunks of the batch along y) and aligned vectors.
+// Block: 128 threads; shared memory: none. Deterministic: nothing is added. Grid: y = chunks of the batch.
+// Preconditions: aligned vectors.
 // Index limits: planes and a chunk's threads below 2^31; offsets in 64 bits.
 #include "pool/windows.cuh"
 

@@ -168,7 +168,7 @@ class WindowTiles(FromIndices[Tiles]):
 
 
 def _together(dtype: DType, mode: int, width: int, each: int, lines: int) -> int:
-    """Return the planes of a thread that computes rows of windows of so many lines."""
+    """Return the planes of a thread that computes rows of windows of ``lines`` lines."""
     chunks = width * dtype.itemsize == CHUNK_BYTES
     streams = chunks and each > 0 and dtype.itemsize > 2
     if mode == SPREAD:

@@ -1,4 +1,4 @@
-// Poolings over windows that are ranges of positions, sliding or adaptive. The host's side is
+// Poolings over windows that are ranges of positions, sliding or adaptive. Host side:
 // window_form.py.
 #pragma once
 

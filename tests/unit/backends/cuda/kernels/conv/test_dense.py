@@ -154,7 +154,7 @@ def test_true_float32_splits_its_factors_where_sums_are_long_enough() -> None:
             )
             assert dict(launch.instance.defines)["SPLIT"] == split
         few = work_of(direction, batch=1, size=3, channels=(15, 15), dtype=DType.FLOAT32)
-        assert "more exact" in (family.why_not(few, H200) or "")
+        assert "more accurate" in (family.why_not(few, H200) or "")
         high = work_of(
             direction, batch=1, size=3, channels=(15, 15), dtype=DType.FLOAT32, precision="high"
         )

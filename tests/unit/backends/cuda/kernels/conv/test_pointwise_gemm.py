@@ -103,7 +103,7 @@ def test_results_that_the_copy_engine_cannot_store_are_split() -> None:
     ("changes", "device", "said"),
     [
         ({"dtype": DType.FLOAT32}, H200, "float32"),
-        ({"split_k": 4}, H200, "splits"),
+        ({"split_k": 4}, H200, "split_k"),
         ({}, ADA, "sm_90a"),
     ],
 )

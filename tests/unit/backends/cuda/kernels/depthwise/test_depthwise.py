@@ -178,7 +178,7 @@ def test_what_is_left_to_others(conv: ConvShape, dtype: DType, reason: str) -> N
         (shape((3, 7)), "7 columns take an instance of 7 rows"),
         (shape((7, 7), 2), "no instance for kernel (1, 7, 7) and stride (1, 2, 2)"),
         (shape((3, 3), 3), "no instance for kernel (1, 3, 3) and stride (1, 3, 3)"),
-        (shape((5, 5), multiplier=2), "2 channels a group"),
+        (shape((5, 5), multiplier=2), "2 channels per group"),
     ],
 )
 def test_what_pairs_take(conv: ConvShape, reason: str | None) -> None:
@@ -207,7 +207,7 @@ def test_the_first_of_two_launches_is_not_of_pairs() -> None:
     )
     plan = plan_for(problem, H200, FAMILIES)
     assert plan.kernel.startswith("depthwise_direct_fwd + ")
-    reason = "a launch that the next one overlaps, where this was not measured"
+    reason = "the next launch would overlap it, which was not measured"
     assert (DepthwisePairs().name, reason) in plan.passed_over
 
 
