@@ -156,7 +156,7 @@ def test_scopes(file: Path) -> None:
 
 @pytest.mark.parametrize(
     ("words", "expected"),
-    [("scopes=", "some of admin, infer, metrics"), ("scopes=infer,root", "got 'infer,root'"),
+    [("scopes=", "one or more of admin, infer, metrics"), ("scopes=infer,root", "got 'infer,root'"),
      ("expires=soon", "expected a date or a time"), ("expires=", "got ''")],
 )  # fmt: skip
 def test_a_scope_or_a_time_that_is_none_is_refused(file: Path, words: str, expected: str) -> None:
