@@ -90,6 +90,7 @@ class Row:
     key: str | None
     layer: str
     kind: str
+    operation: str
     peer_us: float
     now_us: float
     measured: tuple[Measured, ...]
@@ -188,7 +189,9 @@ def rows_of(path: Path, device: CudaDevice) -> list[Row]:
         work = work_of(row)
         every = tuple(measured_of(row, work, device))
         name = row["layer"].split("_n")[0]
-        found.append(Row(key_of(work), name, row["kind"], row["peer_us"], row["us"], every))
+        found.append(
+            Row(key_of(work), name, row["kind"], row["op"], row["peer_us"], row["us"], every)
+        )
     return found
 
 
@@ -286,7 +289,7 @@ def report(what: str, rows: Sequence[Row], table: Mapping[str, dict[str, Any]]) 
     own.sort(), peer.sort(), before.sort()
     last = int(0.95 * len(own))
     print(
-        f"{what:34} {len(rows):4} regret own {statistics.mean(own):.3f} p95 {own[last]:.3f}, "
+        f"{what:48} {len(rows):4} regret own {statistics.mean(own):.3f} p95 {own[last]:.3f}, "
         f"with peer {statistics.mean(peer):.3f} p95 {peer[last]:.3f}; before "
         f"{statistics.mean(before):.3f} p95 {before[last]:.3f}; geomean "
         f"{statistics.geometric_mean(ratio):.3f} <.95 {np.mean(np.array(ratio) < 0.95):.0%} "
@@ -306,11 +309,18 @@ def main() -> None:
     before = json.loads(TABLE.read_text(encoding="utf-8"))
     shipped = before["corrections"] if given.onto else {}
     table = corrections(fit, shipped)
-    for kind in sorted({row.kind for row in rows}):
-        report(f"fitted, {kind}", [row for row in fit if row.kind == kind], table)
-        report(f"held out, {kind}", [row for row in held if row.kind == kind], table)
-        what = "before" if given.onto else "without corrections"
-        report(f"  {what}, {kind}", [row for row in held if row.kind == kind], shipped)
+    if given.models:
+        table = before["corrections"] | {model: table[model] for model in given.models}
+    for kind, operation in sorted({(row.kind, row.operation) for row in rows}):
+        what = f"{kind} {operation}"
+        learned, unseen = (
+            [row for row in half if (row.kind, row.operation) == (kind, operation)]
+            for half in (fit, held)
+        )
+        report(f"fitted, {what}", learned, table)
+        report(f"held out, {what}", unseen, table)
+        base = "before" if given.onto else "without corrections"
+        report(f"  {base}, {what}", unseen, shipped)
     if not given.write:
         return
     layers: dict[str, Any] = {}
