@@ -106,9 +106,9 @@ def _recording(problem: Problem, device: CudaDevice, asked: set[str]) -> CudaPla
     """Return the plan; ``asked`` gets the names of the families that were asked for launches."""
 
     def wrapped(name: str, launches: Any) -> Any:
-        def record(*given: Any) -> Any:
+        def record(*given: Any, **named: Any) -> Any:
             asked.add(name)
-            return launches(*given)
+            return launches(*given, **named)
 
         return record
 
