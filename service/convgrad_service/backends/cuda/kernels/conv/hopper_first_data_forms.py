@@ -46,8 +46,8 @@ class Shape:
 
 
 SHAPES = (
-    *(Shape(rows, 1, taps, steps) for rows in (4, 7, 8) for taps in (2, 4) for steps in (2, 4)),
-    *(Shape(7, 1, taps, steps) for taps in (5, 7) for steps in (2, 4)),
+    *(Shape(4, 1, taps, steps) for taps in (2, 4) for steps in (2, 4)),
+    *(Shape(7, 1, taps, steps) for taps in (4, 5, 7) for steps in (2, 4)),
     *(Shape(rows, 2, 4, steps) for rows in (3, 4) for steps in (2, 4)),
     *(Shape(4, 1, taps, 8) for taps in (2, 4)),
     *(Shape(4, 2, 1, steps) for steps in (4, 8)),

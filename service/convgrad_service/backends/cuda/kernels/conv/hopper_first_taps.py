@@ -45,8 +45,9 @@ DEPTH, TILE = 16, 64
 WARPGROUPS = 3
 """The most consumer warpgroups."""
 ROW_BYTES, ALIGNMENT, STATIC_BYTES = 128, 1024, 1024
-PRODUCTS = range(2, 9)
-"""The numbers of wgmmas of a warpgroup per step, one per instance."""
+PRODUCTS = (2, 3, 4, 5, 7, 8)
+"""The numbers of wgmmas of a warpgroup per step, one per instance; one of 3,000 random layers would
+have six."""
 MOST_ODD_PRODUCTS = 7
 """The most where windows are an odd number of elements apart, limited by registers."""
 FORMS = [
@@ -259,8 +260,10 @@ def _cut(work: ConvWork, device: CudaDevice, kind: Kind) -> Cut | None:
     columns = work.output[2]
     most = MOST_ODD_PRODUCTS if _windows_odd(work) else PRODUCTS[-1]
     segments = sorted(
-        range(
-            PRODUCTS[0] * DEPTH * parts, min(most * parts, PRODUCTS[-1]) * DEPTH + 1, DEPTH * parts
+        (
+            products * parts * DEPTH
+            for products in PRODUCTS
+            if products <= most and products * parts <= PRODUCTS[-1]
         ),
         key=lambda one: (ceil_div(columns, one) * one, -one),
     )

@@ -163,7 +163,7 @@ class ImplicitGemm:
             for dtype in self._dtypes
             for direction in OPERATIONS
             for vector in VECTORS
-            for tile in tiles_of(dtype, vector)
+            for tile in tiles_of(dtype, vector, weight=direction == "bwd_weight")
         ]
 
 

@@ -163,7 +163,7 @@ def candidate_configs(
     """Yield the configurations with at least one k-tile per block and enough ``counters``."""
     steps = gemm.steps(dtype)
     clusters = CLUSTERS if device.capability >= (9, 0) else CLUSTERS[:1]
-    for tile in tiles_of(dtype, vector):
+    for tile in tiles_of(dtype, vector, weight=gemm.weight):
         tiles = gemm.tiles(tile) * gemm.groups * len(gemm.phases)
         fitting = [
             cluster

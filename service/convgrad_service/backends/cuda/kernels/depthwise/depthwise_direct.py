@@ -12,12 +12,7 @@ from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS
 from convgrad_service.backends.cuda.kernels.core.gather_axes import divider
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_direct_model import (
     BLOCKS,
-    COLUMNS,
-    KERNELS,
-    LINE_COLUMNS,
-    LINES,
     SHAPES,
-    STRIDES,
     THREADS,
     DirectLayout,
     across_of,
@@ -25,6 +20,7 @@ from convgrad_service.backends.cuda.kernels.depthwise.depthwise_direct_model imp
     down_of,
     expected_s,
     grid_of,
+    instance_layouts,
     parts_of,
     read_columns,
 )
@@ -75,7 +71,7 @@ class DepthwiseDirect(Solver[ConvWork, DirectLayout]):
             return f"sums over {multiplier} channels"
         if work.accumulate is not None and work.accumulate.strides != work.sides[1].strides:
             return "accumulate and the result have different strides"
-        if work.stride[2] not in STRIDES:
+        if work.stride[2] not in SHAPES:
             return f"a stride of {work.stride[2]} along W"
         for stride, dilation, kernel in zip(work.stride, work.dilation, work.kernel, strict=True):
             if work.direction == "bwd_data" and stride > 1 and dilation > 1 and kernel > 1:
@@ -156,29 +152,12 @@ class DepthwiseDirect(Solver[ConvWork, DirectLayout]):
 
     def instances(self) -> Iterable[Instance]:
         return [
-            _instance(dtype, backward, replace(layout, vector=vector))
-            for layout in _layouts()
+            _instance(dtype, backward, layout)
             for dtype in DTYPES
-            for backward in ((False, True) if layout.stride > 1 else (False,))
             for vector in ((1, 2) if dtype.itemsize == 2 else (1,))
+            for layout in instance_layouts(dtype, vector)
+            for backward in ((False, True) if layout.stride > 1 else (False,))
         ]
-
-
-def _layouts() -> list[DirectLayout]:
-    return [
-        DirectLayout(kernel, stride, rows, columns, 1, 8)
-        for kernel in KERNELS
-        for stride in STRIDES
-        for rows, columns in (
-            *SHAPES.get(stride, ()),
-            *((0, columns) for columns in COLUMNS[stride]),
-        )
-    ] + [
-        DirectLayout(kernel, stride, 1, columns, 1, 8, line=True)
-        for kernel in LINES
-        for stride in LINE_COLUMNS
-        for columns in LINE_COLUMNS[stride]
-    ]
 
 
 def _launched_images(work: ConvWork, layout: DirectLayout) -> int:

@@ -133,12 +133,6 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
   const OwnPart own(args);
   const int block = own.block, blocks = own.blocks, first_r = own.first_r, first_s = own.first_s;
   const int first_channel = own.first_channel;
-  const Sources sources(first_channel, kChannels, args.multiplier, args.x_channels);
-  int line_x[kOwn];
-#pragma unroll
-  for (int channel = 0; channel < kOwn; ++channel) {
-    line_x[channel] = sources.line(first_channel + warp * kOwn + channel) * pitch_x;
-  }
   const int items = tiling.tiles * tiling.chunks;
   const int steps = (tiling.rows - 1) * STRIDE + KERNEL_H;
 #pragma unroll
@@ -157,10 +151,13 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
     const int slot =
         strip_at<STRIDE>(tiling, tile, lane % 8 + lane / 16 * 8, tiling.units).slot;
     // x's: the first 8 columns, then the others, of strips 0 to 7 and then of 8 to 15.
+    // For each item again: registers do not suffice to keep it.
+    const Sources sources(opaque_value(first_channel), kChannels, args.multiplier, args.x_channels);
     int own_x[kOwn];
 #pragma unroll
     for (int channel = 0; channel < kOwn; ++channel) {
-      own_x[channel] = opaque_value(line_x[channel] + (slot + lane / 8 % 2 * STRIDE) * 16);
+      const int line = sources.line(first_channel + warp * kOwn + channel);
+      own_x[channel] = opaque_value(line * pitch_x + (slot + lane / 8 % 2 * STRIDE) * 16);
     }
     CopierX x(shared_address(shared), args.x, args.x_stride, args.batch,
               tile.n, tile.strip * STRIDE, tiling.units, tiling.slots, end, top, args.x_size[0],

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
 from math import prod
 
 from convgrad.dtypes import DType
@@ -43,7 +44,8 @@ MOST_INDEX = 2**31 - 1
 # The limit of gridDim.y and gridDim.z.
 MOST_ALONG = 2**16 - 1
 KERNELS, STRIDES, COLUMNS = (3, 5, 7), (1, 2), (4, 7)
-# Kernels of more than FEW columns take instances of LONG ones; their columns of y, by channels.
+# With stride 1, kernels of more than FEW columns take instances of LONG ones; their columns of y,
+# by channels. Single channels of 16 bits, which are rare, have instances of the most columns alone.
 FEW, LONG, LONG_COLUMNS = 13, 16, {1: 7, 2: 4}
 # Numbers of blocks of a cluster: with others, fewer fit on the device at once.
 CLUSTERS = (1, 2, 4, 8)
@@ -123,7 +125,7 @@ class DepthwiseWeightRows(Solver[ConvWork, RowsLayout]):
         args = DepthwiseWeightRowsArgs()
         fill_volume(args, work, layout.vectors)
         args.kernel_rows, args.columns = work.kernel[1:]
-        args.parts, args.part = _parts(work.kernel[2])
+        args.parts, args.part = _parts(work)
         args.all_tap_rows = _tap_rows(work)
         args.tap_rows, args.slots = layout.tap_rows, layout.slots
         args.strips = strips = _strips(work, tile)
@@ -154,27 +156,29 @@ class DepthwiseWeightRows(Solver[ConvWork, RowsLayout]):
     def instances(self) -> Iterable[Instance]:
         return [
             _instance(dtype, RowsTile(kernel, stride, columns, vector))
-            for kernel in (*KERNELS, LONG)
-            for stride in STRIDES
+            for kernel, stride in (*product(KERNELS, STRIDES), (LONG, 1))
             for dtype in DTYPES
             for vector in ((1, 2) if dtype.itemsize == 2 else (1,))
-            for columns in _columns(kernel, vector)
+            for columns in _columns(dtype, kernel, vector)
         ]
 
 
-def _columns(kernel: int, vector: int) -> tuple[int, ...]:
-    return (LONG_COLUMNS[vector],) if kernel == LONG else COLUMNS
+def _columns(dtype: DType, kernel: int, vector: int) -> tuple[int, ...]:
+    if kernel == LONG:
+        return (LONG_COLUMNS[vector],)
+    return COLUMNS[-1:] if dtype.itemsize * vector == 2 else COLUMNS
 
 
-def _parts(columns: int) -> tuple[int, int]:
+def _parts(work: ConvWork) -> tuple[int, int]:
     """Return the parts of a row of taps, and their columns."""
-    parts = ceil_div(columns, LONG if columns > FEW else KERNELS[-1])
+    columns = work.kernel[2]
+    parts = ceil_div(columns, LONG if columns > FEW and work.stride[2] == 1 else KERNELS[-1])
     part = ceil_div(columns, parts)
     return ceil_div(columns, part), part
 
 
 def _tap_rows(work: ConvWork) -> int:
-    return work.kernel[0] * work.kernel[1] * _parts(work.kernel[2])[0]
+    return work.kernel[0] * work.kernel[1] * _parts(work)[0]
 
 
 def _strips(work: ConvWork, tile: RowsTile) -> int:
@@ -193,7 +197,7 @@ def _grid(work: ConvWork, layout: RowsLayout) -> tuple[int, int]:
 
 def layouts_of(work: ConvWork, device: CudaDevice) -> Iterator[RowsLayout]:
     """Yield the layouts that may be the fastest."""
-    part = _parts(work.kernel[2])[1]
+    part = _parts(work)[1]
     kernel = next((one for one in KERNELS if one >= part), LONG)
     vector, tap_rows = vector_of(work), _tap_rows(work)
     all_vectors = ceil_div(channels_of(work), vector)
@@ -203,7 +207,10 @@ def layouts_of(work: ConvWork, device: CudaDevice) -> Iterator[RowsLayout]:
         sizes.add(ceil_div(ceil_div(all_vectors, tiles), 4) * 4)
     together = {ceil_div(tap_rows, sets) for sets in (1, 2, 3, 4, tap_rows)}
     tile = min(
-        (RowsTile(kernel, work.stride[2], columns, vector) for columns in _columns(kernel, vector)),
+        (
+            RowsTile(kernel, work.stride[2], columns, vector)
+            for columns in _columns(work.dtype, kernel, vector)
+        ),
         key=lambda tile: _strips(work, tile) * _instructions(tile),
     )
     items = work.pixels // work.output[2] * _strips(work, tile)
