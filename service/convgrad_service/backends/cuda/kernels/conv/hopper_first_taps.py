@@ -186,9 +186,10 @@ class HopperFirstTaps(Solver[ConvWork, Cut]):
             return f"{work.in_channels} channels of the input are more than {MOST_CHANNELS}"
         if work.pixels > MAX_INDEX or prod(work.input) * work.in_channels > MAX_INDEX:
             return "positions are more than 32 bits count"
-        reason = why_not_32bit_positions(work)
-        if reason is not None:
+        if (reason := why_not_32bit_positions(work)) is not None:
             return reason
+        if _results(work) > MAX_INDEX:
+            return f"{_results(work)} results are more than {MAX_INDEX}"
         kind = _kind(work)
         cut = _cut(work, device, kind)
         if cut is None:
@@ -201,7 +202,7 @@ class HopperFirstTaps(Solver[ConvWork, Cut]):
         kind = cut.kind
         lines = work.batch * work.output[0] * cut.segments * work.output[1]
         blocks = cut.groups * work.kernel[0] * ceil_div(work.out_channels, kind.channels)
-        results = work.out_channels * work.in_channels * work.taps
+        results = _results(work)
         splits = _splits(work, lines, blocks, results, device)
         args = _args(work, cut)
         args.lines, args.more = divmod(lines, splits)
@@ -217,14 +218,10 @@ class HopperFirstTaps(Solver[ConvWork, Cut]):
             ),
             cut.shared_bytes,
         )
+        added = split_weight_sum(work, partials, splits, slices=SLICES, overlaps=True)
         return Fragment(
             f"{kind.name}/{splits}",
-            (
-                *y.steps,
-                *x.steps,
-                launch,
-                split_weight_sum(work, partials, splits, slices=SLICES, overlaps=True),
-            ),
+            (*y.steps, *x.steps, launch, added),
             (*y.workspace, *x.workspace, Workspace(partials, splits * results * 4)),
         )
 
@@ -235,6 +232,10 @@ class HopperFirstTaps(Solver[ConvWork, Cut]):
             *(_instance(*one, products, odd) for one in types for products, odd in FORMS),
             *split_sum_instances(DTYPES, SLICES),
         ]
+
+
+def _results(work: ConvWork) -> int:
+    return work.out_channels * work.in_channels * work.taps
 
 
 def _kind(work: ConvWork) -> Kind:
@@ -336,26 +337,9 @@ def _args(work: ConvWork, cut: Cut) -> Any:
     args.channels, args.y_channels = work.in_channels, work.out_channels
     args.y_size[:] = work.output
     fill(args, work, "kernel", "stride", "pad")
-    fill(
-        args,
-        cut,
-        "odd",
-        "window",
-        "tiles",
-        "groups",
-        "parts",
-        "segment",
-        "segments",
-        "added",
-        "before",
-        "y_stages",
-        "x_stages",
-        "part",
-        "x_row",
-        "x_stage",
-        "y_stage",
-    )
-    args.made_at, args.raws_at = cut.made_at, cut.raws_at
+    fill(args, cut, "odd", "window", "tiles", "groups", "parts", "segment", "segments", "added")
+    fill(args, cut, "before", "y_stages", "x_stages", "part", "x_row", "x_stage", "y_stage")
+    fill(args, cut, "made_at", "raws_at")
     return args
 
 

@@ -15,7 +15,7 @@ __all__ += ["Cut", "blocks_of", "cost_of", "cuts_of", "first_of", "grid_of", "si
 
 SLICE = 64
 """Channels of a block, a 128-byte row in shared memory."""
-TILES = {4: (1, 2, 4), 8: (1, 2, 4), 16: (1, 2), 32: (1,)}
+TILES = {4: (1, 4), 8: (1, 2, 4), 16: (1, 2), 32: (1,)}
 """By channels per group, the numbers of 16-position tiles whose accumulators fit into registers."""
 TILE, HALF = 16, 8
 PIXEL_BYTES = 2 * SLICE
