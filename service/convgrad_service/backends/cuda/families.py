@@ -26,7 +26,6 @@ from convgrad_service.backends.cuda.kernels.conv.hopper_weight_single import Hop
 from convgrad_service.backends.cuda.kernels.conv.implicit_gemm import ImplicitGemm
 from convgrad_service.backends.cuda.kernels.conv.padded_result import PaddedResult
 from convgrad_service.backends.cuda.kernels.conv.patch_products import PatchProducts
-from convgrad_service.backends.cuda.kernels.conv.patches import Patches
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm import PointwiseGemm
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_direct import DepthwiseDirect
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_pairs import DepthwisePairs
@@ -195,9 +194,8 @@ DENSE_WEIGHT = (PaddedResult(WHOLE_CHUNKS_WEIGHT, COPIES), *WHOLE_CHUNKS_WEIGHT)
 # float32, channels first and last: dense kernels are faster only where the source is small.
 COL2IM = Col2im(GEMMS, (*DENSE, *REMAINING), least_gathered_bytes=28e6)
 # First layers: few channels of the input.
-FIRST_FORWARD = (Patches(DENSE), PatchProducts(DENSE), FirstForward())
+FIRST_FORWARD = (PatchProducts(DENSE), FirstForward())
 FIRST_DATA = (
-    Patches(DENSE),
     PatchProducts(DENSE),
     HopperFirstData(),
     COL2IM,
@@ -205,7 +203,6 @@ FIRST_DATA = (
     FirstForward(),
 )
 FIRST_WEIGHT = (
-    Patches((DenseWeight(),)),
     PatchProducts(DENSE_WEIGHT),
     HopperFirstTaps(),
     PatchProducts((WeightTile(),)),

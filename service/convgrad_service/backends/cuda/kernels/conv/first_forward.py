@@ -10,7 +10,7 @@ from typing import Any
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import fill, pack
-from convgrad_service.backends.cuda.kernels.conv.patches import MOST_CHANNELS
+from convgrad_service.backends.cuda.kernels.conv.patch_products import MOST_CHANNELS
 from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS
 from convgrad_service.backends.cuda.kernels.core.limits import (
     DTYPES,

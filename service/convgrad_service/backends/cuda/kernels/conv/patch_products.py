@@ -13,14 +13,16 @@ from dataclasses import replace
 from math import prod
 
 from convgrad_service.backends.cuda.kernels.conv.lowering import Lowered, LoweringFamily
-from convgrad_service.backends.cuda.kernels.conv.patches import MOST_CHANNELS
 from convgrad_service.backends.cuda.kernels.layout.channels_last import COPIES
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.families import choose
 from convgrad_service.plans.cuda.program import Step, Workspace
 from convgrad_service.plans.cuda.works import ConvWork, Copy, CopyAxis, Operand, contiguous_strides
 
-__all__ = ["PatchProducts"]
+__all__ = ["MOST_CHANNELS", "PatchProducts"]
+
+MOST_CHANNELS = 4
+"""The most input channels of a first layer."""
 
 # The fewest elements of a patch: of gradients in 16-bit types, and otherwise. On an H200, of 48
 # elements a copy and a product took 0.31 to 1.02 of the other kernels' time forward and in float32,

@@ -31,6 +31,14 @@ extern "C" __global__ void __launch_bounds__(256)
   constexpr int kResults = 256 / SLICES;
   const int own = threadIdx.x % kResults, slice = threadIdx.x / kResults;
   const i64 index = static_cast<i64>(blockIdx.x) * kResults + own;
+  // Where the result is: it is found while the partial sums are still being stored.
+  i64 rest = index, to = 0, old = 0;
+  for (int dim = 5; dim >= 0; --dim) {
+    i64 at;
+    rest = divide(rest, args.extent[dim], at);
+    to += at * args.stride[dim];
+    old += at * args.accumulate_stride[dim];
+  }
   const i64 step = SLICES * args.results;
   const S* part = static_cast<const S*>(args.partials) + slice * args.results + index;
   S sum = 0;
@@ -49,13 +57,6 @@ extern "C" __global__ void __launch_bounds__(256)
     }
   }
   if (slice > 0 || index >= args.results) return;
-  i64 rest = index, to = 0, old = 0;
-  for (int dim = 5; dim >= 0; --dim) {
-    i64 at;
-    rest = divide(rest, args.extent[dim], at);
-    to += at * args.stride[dim];
-    old += at * args.accumulate_stride[dim];
-  }
   const T* accumulate = static_cast<const T*>(args.accumulate);
   if (accumulate != nullptr) accumulate += old;
   const T* const no_bias = nullptr;
