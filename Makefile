@@ -258,7 +258,7 @@ bench-networks: $(READY) ## every convolution of whole networks beside cuDNN; ne
 	@$(PY) -m tests.perf.bench_networks
 
 bench-families: $(READY) ## what each family of GPU kernels wins, beside the best plan without it; needs bench-gpu's
-	@$(PY) -m tests.perf.bench_families --wider
+	@$(PY) -m tests.perf.bench_families --wider --random 300
 
 tune: $(READY) ## time all families' configurations on many layers, and fit the choice of kernels to that; needs bench-gpu's
 	@$(PY) -m tests.perf.sweep_dense --out build/dense.jsonl && $(PY) -m tests.perf.fit_dense build/dense.jsonl --write

@@ -1,9 +1,11 @@
 """What each kernel family wins: every measured layer's plan beside the best plan without a family.
 
     python -m tests.perf.bench_families [--families first_forward ...] [--rows 24] [--wider]
+        [--random 300]
 
 The layers are the rows of `results/networks.jsonl`, `gpu.jsonl` and `poolings.jsonl`; `--wider`
-adds the networks' layers at one batch in other layouts, dtypes and precisions, and forward. A
+adds the networks' layers at one batch in other layouts, dtypes and precisions, and forward, and
+`--random` as many random layers of each of four classes: dense, grouped, depthwise, of images. A
 family's rows are those whose plan would be different without it (`family_plans`). Each is timed
 with both plans, in one process and on the same tensors, as `bench_gpu` does, and both results are
 compared. Of families with many rows, `--rows` of them are timed, evenly spread.
@@ -18,6 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import random
 import statistics
 import time
 from collections import Counter, defaultdict
@@ -40,6 +43,12 @@ from tests.perf.family_plans import Plans, family_kinds, lines_of, plans_without
 from tests.perf.family_tables import WINS
 from tests.perf.gpu_layers import Case, cases_of
 from tests.perf.layer_problems import problem_of
+from tests.perf.random_grouped import random_grouped_layers
+from tests.perf.random_layers import (
+    random_depthwise_layers,
+    random_few_channel_layers,
+    random_layers,
+)
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
@@ -54,6 +63,17 @@ WIDER: tuple[tuple[tuple[str, ...], str, str, str | None], ...] = (
     (GRADIENTS, "float32", "NHWC", "highest"),
 )
 """Operations, dtypes, layouts and precisions of the networks' layers beside the measured ones."""
+RANDOM = (random_layers, random_grouped_layers, random_depthwise_layers, random_few_channel_layers)
+RANDOM_SEED = 17
+RANDOM_TYPES: tuple[tuple[str, str, str | None], ...] = (
+    *(("bfloat16", "NHWC", None),) * 6,
+    ("float16", "NHWC", None),
+    *(("bfloat16", "NCHW", None),) * 3,
+    *(("float32", "NHWC", "high"), ("float32", "NHWC", "highest")) * 2,
+    ("float32", "NCHW", "high"),
+    ("float32", "NCHW", "highest"),
+)
+"""Dtypes, layouts and precisions of random layers, as often as they are drawn."""
 WIDER_POOLS = (
     ((112, 112), (3, 3), (2, 2), (0, 0), 1),
     ((112, 112), (2, 2), (2, 2), (0, 0), 1),
@@ -138,6 +158,17 @@ def wider_rows() -> Iterator[Row]:
     for layer in pools:
         for dtype, layout in product(("bfloat16", "float32"), ("NHWC", "NCHW")):
             yield Row(layer, f"maxpool{layer['ndim']}d_bwd", dtype, layout, None)
+
+
+def random_rows(count: int) -> Iterator[Row]:
+    """``count`` layers of each class, forward and both gradients, in a type drawn for each layer;
+    equal for equal counts."""
+    draw = random.Random(RANDOM_SEED)
+    for layers in RANDOM:
+        for layer in layers(RANDOM_SEED, count):
+            types = draw.choice(RANDOM_TYPES)
+            for op in ("conv_fwd", *GRADIENTS):
+                yield Row({**layer, "kind": "conv"}, op, *types)
 
 
 def _pool(size: Size, kernel: Size, stride: Size, padding: Size, dilation: int) -> dict[str, Any]:
@@ -288,6 +319,7 @@ def main() -> None:
     parser.add_argument("--together", nargs="*", default=[], help="left out at once: a+b c+d")
     parser.add_argument("--rows", type=int, default=24, help="timed of a family, at most")
     parser.add_argument("--wider", action="store_true", help="other layouts, dtypes, operations")
+    parser.add_argument("--random", type=int, default=0, help="random layers of each class")
     parser.add_argument("--seconds", type=float, default=math.inf, help="of timing")
     parser.add_argument("--compile-seconds", type=float, default=math.inf)
     parser.add_argument("--samples", type=int, default=16)
@@ -297,7 +329,7 @@ def main() -> None:
     given = parser.parse_args()
     started_s = time.monotonic()
     names = [*(given.families or sorted(family_kinds())), *given.together]
-    rows = [*measured_rows(), *(wider_rows() if given.wider else ())]
+    rows = [*measured_rows(), *(wider_rows() if given.wider else ()), *random_rows(given.random)]
     bench = Bench(given.samples)
     plans = plans_of(rows, bench.device, given.together, given.processes)
     print(f"{len(rows)} rows planned in {time.monotonic() - started_s:.0f} s")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from math import prod
 from typing import Any
 
-__all__ = ["random_depthwise_layers", "random_layers"]
+__all__ = ["random_depthwise_layers", "random_few_channel_layers", "random_layers"]
 
 # How often a network has such a layer: the kernel, its stride, its dilation.
 KERNELS = (
@@ -79,6 +80,52 @@ def _layer(draw: random.Random) -> dict[str, Any] | None:
         "padding": [pad] * ndim,
         "dilation": [dilation] * ndim,
     }
+
+
+# Layers of images: channels of the image and others, kernel, stride, size and batch.
+IMAGE_CHANNELS, OTHER_CHANNELS = (1, 2, 3, 3, 3, 4, 8), (16, 24, 32, 45, 48, 64, 96, 128, 512)
+IMAGE_KERNELS, IMAGE_STRIDES = (1, 2, 3, 3, 4, 5, 7, 7, 11, 16), (1, 1, 2, 2, 4)
+IMAGE_SIZES, IMAGE_BATCHES = (32, 64, 112, 224, 225, 256), (1, 4, 16, 32, 64)
+
+
+def random_few_channel_layers(seed: int, count: int) -> Iterator[dict[str, Any]]:
+    """As `random_layers`, of up to eight channels of the input, or a third of them of the output;
+    a fifth have patches that do not overlap."""
+    draw = random.Random(seed)
+    while count > 0:
+        channels = [draw.choice(IMAGE_CHANNELS), draw.choice(OTHER_CHANNELS)]
+        if draw.random() < 1 / 3:
+            channels.reverse()
+        kernel, stride = draw.choice(IMAGE_KERNELS), draw.choice(IMAGE_STRIDES)
+        pad = (kernel - 1) // 2
+        if draw.random() < 0.2:
+            stride, pad = kernel, 0
+        size, batch = draw.choice(IMAGE_SIZES), draw.choice(IMAGE_BATCHES)
+        ndim = draw.choices((1, 2, 3), (1, 8, 1))[0]
+        sizes = {1: [size * 64], 2: [size, size], 3: [8, min(size, 64), min(size, 64)]}[ndim]
+        kernels = [min(kernel, 5) if ndim == 3 else kernel] * ndim
+        out = [(one + 2 * pad - k) // stride + 1 for one, k in zip(sizes, kernels, strict=True)]
+        largest = batch * max(prod(sizes) * channels[0], prod(out) * channels[1])
+        if min(out) < 1 or largest > MOST_ELEMENTS:
+            continue
+        count -= 1
+        shape = "x".join(map(str, sizes))
+        yield {
+            "name": f"{channels[0]}>{channels[1]}_{shape}_k{kernels[0]}_s{stride}_p{pad}_n{batch}",
+            "class": "first",
+            "networks": {},
+            "ndim": ndim,
+            "N": batch,
+            "C": channels[0],
+            "K": channels[1],
+            "groups": 1,
+            "input_size": sizes,
+            "output_size": out,
+            "kernel_size": kernels,
+            "stride": [stride] * ndim,
+            "padding": [pad] * ndim,
+            "dilation": [1] * ndim,
+        }
 
 
 # Depthwise layers: how often the kernel, its stride.
