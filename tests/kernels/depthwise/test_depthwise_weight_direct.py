@@ -29,8 +29,8 @@ LAYERS: dict[str, Conv] = {
     "no_padding": layer(1, 40, (12, 16), (3, 3)),
     "padding_beyond_the_kernel": layer(2, 16, (5, 6), (3, 3), 1, 4),
     "stride_2": layer(2, 16, (12, 16), (3, 3), 2, 1),
-    "stride_2_uneven_padding": layer(2, 48, (11, 19), (3, 3), 2, ((0, 1), (2, 0))),
-    "stride_2_unread_column": layer(1, 16, (9, 20), (3, 3), 2, 0),
+    "stride_2_uneven_padding": layer(2, 48, (11, 24), (3, 3), 2, ((0, 1), (1, 0))),
+    "stride_2_unread_column": layer(1, 16, (9, 18), (3, 3), 2, 0),
 }
 CASES = [FROM_CONV["grouped_conv_bwd_weight"](name, conv) for name, conv in LAYERS.items()]
 

@@ -43,10 +43,11 @@ VECTOR, COLUMNS, THREADS = 2, 4, 512
 
 @dataclass(frozen=True, slots=True)
 class DirectTile:
-    """The stride, and the rows that a thread prefetches."""
+    """The stride, the rows that a thread prefetches, and whether units may end within rows."""
 
     stride: int
     ahead: int
+    ragged: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ class DirectLayout:
 
 
 DirectConfig = tuple[Plane, DirectTile, DirectLayout]
-DIRECT_TILES = (DirectTile(1, 3), DirectTile(2, 4))
+DIRECT_TILES = (DirectTile(1, 3, ragged=True), DirectTile(2, 4, ragged=False))
 # Elements of both tensors, and columns of y by stride, above which it is faster on an H200.
 LEAST_ELEMENTS = 27 * 10**6
 LEAST_COLUMNS = {1: 56, 2: 28}
@@ -101,6 +102,8 @@ class DepthwiseWeightDirect(Solver[ConvWork, DirectConfig]):
             if reason is not None:
                 return reason
         layout = best_layout(work, plane, tile, device)
+        if layout is None:
+            return _not_inner(plane)
         if plane.batch * plane.output[1] * MOST_CHUNKS > MOST_INDEX:
             return "more than 2^31 items"
         reason = why_not_counted(_tiles(work, layout))
@@ -142,7 +145,7 @@ class DepthwiseWeightDirect(Solver[ConvWork, DirectConfig]):
             _instance(dtype, tile, inner)
             for tile in DIRECT_TILES
             for dtype in IN_16_BITS
-            for inner in (True, False)
+            for inner in ((True, False) if tile.ragged else (True,))
         ]
 
 
@@ -163,8 +166,12 @@ def _why_slower(work: ConvWork, plane: Plane, tile: DirectTile) -> str | None:
     elif tile.stride == 1 and columns / (ceil_div(columns, STRIP_COLUMNS) * STRIP_COLUMNS) < FILLED:
         least = LEAST_RAGGED_COLUMNS
     else:
-        return f"strips of {COLUMNS} columns do not end with rows of {columns}, or long pads"
+        return _not_inner(plane)
     return f"rows of {columns} columns; others are faster" if columns < least else None
+
+
+def _not_inner(plane: Plane) -> str:
+    return f"strips of {COLUMNS} columns do not end with rows of {plane.output[1]}, or long pads"
 
 
 def layouts(
@@ -182,6 +189,8 @@ def layouts(
             groups = ceil_div(strips, side)
             if ceil_div(strips, groups) != side:
                 continue  # a shorter side gives as many groups
+            if not tile.ragged and not _is_inner(plane, tile, side * COLUMNS):
+                continue
             warps = ceil_div(of_tile * side, 32)
             units = THREADS // 32 // warps
             resident = max(1, device.multiprocessors // tiles) * units
@@ -194,9 +203,12 @@ def layouts(
                 yield steps * units * warps, DirectLayout(of_tile, side, units, rows)
 
 
-def best_layout(work: ConvWork, plane: Plane, tile: DirectTile, device: CudaDevice) -> DirectLayout:
-    """Return the layout with the least cost."""
-    return min(layouts(work, plane, tile, device), key=lambda found: found[0])[1]
+def best_layout(
+    work: ConvWork, plane: Plane, tile: DirectTile, device: CudaDevice
+) -> DirectLayout | None:
+    """Return the layout with the least cost, or None if no unit ends where rows do."""
+    every = layouts(work, plane, tile, device)
+    return min(every, key=lambda found: found[0], default=(0, None))[1]
 
 
 def _is_inner(plane: Plane, tile: DirectTile, columns: int) -> bool:

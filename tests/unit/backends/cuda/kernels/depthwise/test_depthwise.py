@@ -315,9 +315,20 @@ def test_blocks_of_a_cluster_fit_on_the_device(blocks: int, columns: int) -> Non
     assert fitting_blocks(OLDER, blocks, columns, H200.multiprocessors) == blocks
 
 
-@pytest.mark.parametrize("tile", DIRECT_TILES)
 @pytest.mark.parametrize(
-    ("channels", "size", "batch"), [(8, (9, 5), 1), (144, (56, 56), 64), (1000, (7, 300), 2)]
+    ("tile", "channels", "size", "batch"),
+    [
+        (tile, *layer)
+        for tile in DIRECT_TILES
+        for layer in (
+            (8, (9, 5), 1),
+            (8, (9, 8), 1),
+            (144, (56, 56), 64),
+            (1000, (7, 300), 2),
+            (1000, (7, 304), 2),
+        )
+        if tile.ragged or layer[1][1] % 8 == 0
+    ],
 )
 def test_a_direct_layout_covers_everything(
     tile: DirectTile, channels: int, size: tuple[int, int], batch: int
