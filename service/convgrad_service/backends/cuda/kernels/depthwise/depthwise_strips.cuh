@@ -42,18 +42,10 @@ __device__ __forceinline__ TileAt tile_at(const StripTiling& tiling, int item) {
   return {n, first - n * tiling.strips, item - tile * tiling.chunks};
 }
 
-// A strip of a tile: its image, its index there, and its first unit in shared memory.
-// Strips are kApart units apart.
-struct StripAt {
-  int n, strip, slot;
-};
-
-template <int kApart>
-__device__ __forceinline__ StripAt strip_at(const StripTiling& tiling, const TileAt& tile,
-                                            int strip, int units) {
+// The first unit in shared memory of a strip of a tile.
+__device__ __forceinline__ int slot_of(const StripTiling& tiling, const TileAt& tile, int strip) {
   const int along = tile.strip + strip, images = along / tiling.strips;
-  const int own = along - images * tiling.strips;
-  return {tile.n + images, own, images * units + (own - tile.strip) * kApart};
+  return images * tiling.units + along - images * tiling.strips - tile.strip;
 }
 
 // Offset of 16 bytes of a column: a column's channels are contiguous but permuted.
@@ -65,7 +57,7 @@ __device__ __forceinline__ int place_of(int column, int octet) {
 }
 
 // A thread's part of copying rows of units.
-template <class T, int kOctets, int kCopies, int kThreads, int kParities>
+template <class T, int kOctets, int kCopies, int kThreads>
 struct UnitCopier {
   static_assert(kThreads / kOctets % 32 == 0, "a permutation of 32 columns repeats");
   static constexpr int kStepBytes = kThreads * 16;
@@ -77,7 +69,7 @@ struct UnitCopier {
   u32 inside, target;  // one bit for each valid copy and, from bit 16 on, for each that has a slot
 
   // `units` of an image, from unit `first` of image n on; `end` of `slots` are wanted. Unit 0 starts
-  // at column `left`; kParities units share kParities * 8 columns, each has every kParities-th.
+  // at column `left`.
   __device__ __forceinline__ UnitCopier(u32 to, const void* from, const i64 (&stride)[3], int batch,
                                         int n, int first, int units, int slots, int end, int row,
                                         int rows, int left, int columns, int channel, int channels)
@@ -90,8 +82,7 @@ struct UnitCopier {
     for (int i = 0; i < kCopies; ++i) {
       const int column = own + i * (kThreads / kOctets), slot = column / kStripColumns;
       const int images = (first + slot) / units, unit = first + slot - images * units;
-      const int at = left + (unit / kParities * kStripColumns + column % kStripColumns) * kParities +
-                     unit % kParities;
+      const int at = left + unit * kStripColumns + column % kStripColumns;
       const bool there = slot < end && n + images < batch && at >= 0 && at < columns && c < channels;
       // Invalid pixels and rows outside are not read, whatever the address.
       const i64 start = (there ? (n + images) * stride[0] + at * stride[2] + c : 0);
@@ -166,7 +157,5 @@ struct Sources {
   // Index of the input's channel among the lines.
   __device__ __forceinline__ int line(int channel) const { return channel / multiplier - first; }
 };
-
-__host__ __device__ constexpr int wrapped(int a, int b) { return ((a % b) + b) % b; }
 
 }  // namespace convgrad

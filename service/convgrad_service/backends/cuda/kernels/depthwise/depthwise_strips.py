@@ -22,19 +22,17 @@ StripTiling = structure("depthwise/depthwise_strips.cuh", "StripTiling")
 class Strips:
     """The strips of a batch of images.
 
-    Each image has ``count`` adjacent strips, ``apart`` units of the source from each other, each of
-    which reads ``reads`` units.
+    Each image has ``count`` adjacent strips, each of which reads its own unit of the source and the
+    next one.
     """
 
     batch: int
     count: int
-    apart: int
-    reads: int
 
     @property
     def units(self) -> int:
         """Number of units per image."""
-        return (self.count - 1) * self.apart + self.reads
+        return self.count + 1
 
     @property
     def tiles(self) -> int:
@@ -47,7 +45,7 @@ class Strips:
         for tile in range(min(self.tiles, self.count)):
             first = tile * TILE_STRIPS % self.count
             images, last = divmod(first + TILE_STRIPS - 1, self.count)
-            most = max(most, images * self.units + (last - first) * self.apart + self.reads)
+            most = max(most, images * self.units + last - first + 2)
         return ceil_div(most, 4) * 4
 
 

@@ -1,14 +1,13 @@
 // The gradient of a depthwise convolution's weight, of channels-last 16-bit tensors on tensor cores.
 //
 // w[c, r, s] = sum over (n, p, q) of
-//              x[n, p*STRIDE + r - pad, q*STRIDE + s - pad, c] * y[n, p, q, c],
+//              x[n, p + r - pad, q + s - pad, c] * y[n, p, q, c],
 // then alpha and beta*accumulate, and one rounding.
 // GEMM view, for one channel, one row of the kernel and one row of y: K = 16 strips
 // (depthwise_strips.cuh), N = the 8 columns of a strip of y, M = the 16 columns of x from where the
-// strip's window starts (for stride 2, the even and the odd ones). Each diagonal is one tap; there are
-// at most 8 diagonals, so of two elements 8 rows apart only one is used.
-// A block computes up to KERNEL_H rows and 8 * STRIDE columns of taps; larger kernels are divided into
-// parts. A dilated kernel is a larger one of which some taps are unused.
+// strip's window starts. Each diagonal is one tap; there are at most 8 diagonals, so of two elements 8
+// rows apart only one is used.
+// A block computes up to KERNEL_H rows and 8 columns of taps; larger kernels are divided into parts. A dilated kernel is a larger one of which some taps are unused.
 // A warp owns CHANNELS channels of the block's items (tiles of strips and chunks of rows) and walks
 // down the rows of x; the rows of y that meet them are in a ring of registers. Rows are processed in
 // groups of ROWS: between two barriers, the block multiplies a group, transposes the next one, and
@@ -19,6 +18,7 @@
 // Deterministic: the last block of a channel tile to arrive adds the blocks' partial sums in order.
 // Preconditions: channels in multiples of 8, aligned to 16 bytes; `arrived` being 0, and
 // partials if there is more than one block.
+#include "core/vectors.cuh"
 #include "depthwise/depthwise_strips.cuh"
 #include "depthwise/depthwise_weight_args.cuh"
 #include "depthwise/depthwise_weight_sum.cuh"
@@ -49,20 +49,18 @@ constexpr int kThreads = WARPS * 32;
 constexpr int kOwn = CHANNELS;  // channels of a warp
 constexpr int kChannels = WARPS * kOwn;
 constexpr int kOctets = kChannels / 8;
-constexpr int kRing = (KERNEL_H + STRIDE - 1) / STRIDE;
-constexpr int kTurn = kRing * STRIDE;
 // Units of x that a tile needs if strips share none.
-constexpr int kMostSlots = kTileStrips * STRIDE * 2;
-using CopierX = UnitCopier<T, kOctets, kMostSlots * kOwn / 32, kThreads, STRIDE>;
-using CopierY = UnitCopier<T, kOctets, kTileStrips * kOwn / 32, kThreads, 1>;
+constexpr int kMostSlots = kTileStrips * 2;
+using CopierX = UnitCopier<T, kOctets, kMostSlots * kOwn / 32, kThreads>;
+using CopierY = UnitCopier<T, kOctets, kTileStrips * kOwn / 32, kThreads>;
 using LinesX = Turner<kOctets, WARPS, kMostSlots>;
 using LinesY = Turner<kOctets, WARPS, kTileStrips>;
 constexpr int kStageY = kTileStrips * kStripColumns * kOctets * 16;
 // Rows after which rings and groups repeat, and how often before products are added up.
-constexpr int kUnrolled = kTurn % ROWS == 0 ? kTurn : kTurn * ROWS;
+constexpr int kUnrolled = KERNEL_H % ROWS == 0 ? KERNEL_H : KERNEL_H * ROWS;
 constexpr int kFlush = (FLUSH + kUnrolled - 1) / kUnrolled;
 // A lane's sums: for each channel, two columns of y.
-constexpr int kWarpSums = KERNEL_H * STRIDE * kOwn * 2;
+constexpr int kWarpSums = KERNEL_H * kOwn * 2;
 
 // A block's tile of channels and part of the kernel, and its number among those that share them.
 struct OwnPart {
@@ -92,15 +90,10 @@ __device__ __noinline__ void finish_tile(const DepthwiseWeightMmaArgs& args, flo
     const int tap = i / kChannels, channel = i % kChannels;
     const int r = tap / tap_columns, s = tap % tap_columns;
     const float* const from =
-        sums + (channel / kOwn * kWarpSums +
-                ((r * STRIDE + s % STRIDE) * kOwn + channel % kOwn) * 2) *
-                   32;
+        sums + (channel / kOwn * kWarpSums + (r * kOwn + channel % kOwn) * 2) * 32;
     float sum = 0;
 #pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      const int diagonal = s / STRIDE + j;
-      sum += from[j % 2 * 32 + diagonal % 8 * 4 + j / 2];
-    }
+    for (int j = 0; j < 8; ++j) sum += from[j % 2 * 32 + (s + j) % 8 * 4 + j / 2];
     return sum;
   };
   // Those of taps that a dilated kernel lacks are not stored.
@@ -134,22 +127,21 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
   const int block = own.block, blocks = own.blocks, first_r = own.first_r, first_s = own.first_s;
   const int first_channel = own.first_channel;
   const int items = tiling.tiles * tiling.chunks;
-  const int steps = (tiling.rows - 1) * STRIDE + KERNEL_H;
+  const int steps = tiling.rows - 1 + KERNEL_H;
 #pragma unroll
   for (int i = 0; i < kWarpSums; ++i) sums[own_sums + i * 32] = 0;
 
   // y's matrices: strips 0 to 7, then 8 to 15, of one channel and then of the other.
   const int own_y = opaque_value(row_x + (warp * kOwn + lane / 16) * pitch_y + lane % 16 * 16);
-  float products[kOwn][KERNEL_H][STRIDE][4] = {};
-  u32 ring[kOwn][kRing][2];
+  float products[kOwn][KERNEL_H][4] = {};
+  u32 ring[kOwn][KERNEL_H][2];
 
   for (int item = block; item < items; item += blocks) {
     const TileAt tile = tile_at(tiling, item);
     const int first_row = tile.chunk * tiling.rows;
-    const int top = first_row * STRIDE - args.pad[0] + first_r;
-    const int end = strip_at<STRIDE>(tiling, tile, kTileStrips - 1, tiling.units).slot + 2 * STRIDE;
-    const int slot =
-        strip_at<STRIDE>(tiling, tile, lane % 8 + lane / 16 * 8, tiling.units).slot;
+    const int top = first_row - args.pad[0] + first_r;
+    const int end = slot_of(tiling, tile, kTileStrips - 1) + 2;
+    const int slot = slot_of(tiling, tile, lane % 8 + lane / 16 * 8);
     // x's: the first 8 columns, then the others, of strips 0 to 7 and then of 8 to 15.
     // For each item again: registers do not suffice to keep it.
     const Sources sources(opaque_value(first_channel), kChannels, args.multiplier, args.x_channels);
@@ -157,10 +149,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
 #pragma unroll
     for (int channel = 0; channel < kOwn; ++channel) {
       const int line = sources.line(first_channel + warp * kOwn + channel);
-      own_x[channel] = opaque_value(line * pitch_x + (slot + lane / 8 % 2 * STRIDE) * 16);
+      own_x[channel] = opaque_value(line * pitch_x + (slot + lane / 8 % 2) * 16);
     }
     CopierX x(shared_address(shared), args.x, args.x_stride, args.batch,
-              tile.n, tile.strip * STRIDE, tiling.units, tiling.slots, end, top, args.x_size[0],
+              tile.n, tile.strip, tiling.units, tiling.slots, end, top, args.x_size[0],
               first_s - args.pad[1], args.x_size[1], sources.first, sources.end);
     CopierY y(shared_address(shared) + stage_x, args.y, args.y_stride,
               args.batch, tile.n, tile.strip, tiling.strips, kTileStrips, kTileStrips, first_row,
@@ -175,9 +167,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
         const int step = group * ROWS + i, to = (group % STAGES * ROWS + i) * stage;
         if (step < steps) {
           x.copy(to, top + step, args.x_pitch);
-          if (STRIDE == 1 || step % STRIDE == 0) {
-            y.copy(to, step / STRIDE, args.y_pitch);
-          }
+          y.copy(to, step, args.y_pitch);
         }
       }
       cp_async_commit();
@@ -186,7 +176,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
       const u32 from = shared_address(shared) + (group % STAGES * ROWS + i) * stage;
       unsigned char* const to = shared + lines + ((group & 1) * ROWS + i) * row;
       turn_x.turn(from, to);
-      if (STRIDE == 1 || (group * ROWS + i) % STRIDE == 0) turn_y.turn(from + stage_x, to + row_x);
+      turn_y.turn(from + stage_x, to + row_x);
     };
     cp_async_wait<0>();  // copies of rows that the previous item skipped
     __syncthreads();  // the previous item is no longer read
@@ -199,7 +189,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
 #pragma unroll
     for (int channel = 0; channel < kOwn; ++channel) {
 #pragma unroll
-      for (int i = 0; i < kRing; ++i) ring[channel][i][0] = ring[channel][i][1] = 0;
+      for (int i = 0; i < KERNEL_H; ++i) ring[channel][i][0] = ring[channel][i][1] = 0;
     }
     for (int turn = 0; turn < steps; turn += kUnrolled) {
 #pragma unroll
@@ -219,42 +209,31 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
           if (turns) turn_row(group + 1, i);
           const u32 from =
               shared_address(shared) + lines + ((group & 1) * ROWS + i) * row;
-          if (j % STRIDE == 0) {
 #pragma unroll
-            for (int pair = 0; pair < kOwn / 2; ++pair) {
-              u32 both[4];
-              ldmatrix_trans(both, from + own_y + pair * 2 * pitch_y);
+          for (int pair = 0; pair < kOwn / 2; ++pair) {
+            u32 both[4];
+            ldmatrix_trans(both, from + own_y + pair * 2 * pitch_y);
 #pragma unroll
-              for (int k = 0; k < 4; ++k) {
-                ring[pair * 2 + k / 2][j / STRIDE % kRing][k % 2] = both[k];
-              }
-            }
+            for (int k = 0; k < 4; ++k) ring[pair * 2 + k / 2][j % KERNEL_H][k % 2] = both[k];
           }
-          u32 columns[STRIDE][kOwn][4];
-          const auto load_columns = [&](int parity) {
+          u32 columns[kOwn][4];
+          if (exists) {
 #pragma unroll
             for (int channel = 0; channel < kOwn; ++channel) {
-              ldmatrix_trans(columns[parity][channel],
-                                       from + own_x[channel] + parity * 16);
+              ldmatrix_trans(columns[channel], from + own_x[channel]);
             }
-          };
-          if (exists) load_columns(0);
+          }
           // Copies occupy shared memory, so they start while tensor cores are busy; or
           // last, when registers are free again.
           if (!LATE && i == ROWS - 1) fetch(group + STAGES);
           if (exists) {
 #pragma unroll
-            for (int parity = 0; parity < STRIDE; ++parity) {
-              if (parity > 0) load_columns(parity);
+            for (int r = 0; r < KERNEL_H; ++r) {
+              const int at = positive_mod(j - r, KERNEL_H);
 #pragma unroll
-              for (int r = 0; r < KERNEL_H; ++r) {
-                if (wrapped(j - r, STRIDE) != 0) continue;
-                const int at = wrapped(j - r, kTurn) / STRIDE;
-#pragma unroll
-                for (int channel = 0; channel < kOwn; ++channel) {
-                  mma<T>(products[channel][r][parity], columns[parity][channel],
-                         ring[channel][at][0], ring[channel][at][1]);
-                }
+              for (int channel = 0; channel < kOwn; ++channel) {
+                mma<T>(products[channel][r], columns[channel], ring[channel][at][0],
+                       ring[channel][at][1]);
               }
             }
           }
@@ -265,17 +244,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
 #pragma unroll
       for (int r = 0; r < KERNEL_H; ++r) {
 #pragma unroll
-        for (int parity = 0; parity < STRIDE; ++parity) {
+        for (int channel = 0; channel < kOwn; ++channel) {
+          float(&product)[4] = products[channel][r];
+          float* const to = sums + own_sums + (r * kOwn + channel) * 2 * 32;
+          // Column 2t of y, and 2t + 1: the diagonal from 0 to 7 that row g or g + 8 is on.
+          to[0] += g >= 2 * t ? product[0] : product[2];
+          to[32] += g >= 2 * t + 1 ? product[1] : product[3];
 #pragma unroll
-          for (int channel = 0; channel < kOwn; ++channel) {
-            float(&product)[4] = products[channel][r][parity];
-            float* const to = sums + own_sums + ((r * STRIDE + parity) * kOwn + channel) * 2 * 32;
-            // Column 2t of y, and 2t + 1: the diagonal from 0 to 7 that row g or g + 8 is on.
-            to[0] += g >= 2 * t ? product[0] : product[2];
-            to[32] += g >= 2 * t + 1 ? product[1] : product[3];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) product[i] = 0;
-          }
+          for (int i = 0; i < 4; ++i) product[i] = 0;
         }
       }
     }

@@ -40,8 +40,7 @@ from convgrad_service.plans.cuda.works import ConvWork
 
 __all__ = ["DepthwiseWeightMma"]
 
-# With stride 2, it was never the fastest.
-COST, STRIDED_COST = LinearCost(7.75, 0.268, 0.0209, 1.26), LinearCost(8.94, 0.226, 0.141, 0.904)
+COST = LinearCost(7.75, 0.268, 0.0209, 1.26)
 # Diagonals of a product, each of which is a tap.
 DIAGONALS = 8
 # The most parts of a kernel. Each reads x and y again, and dilated kernels have few taps in each.
@@ -62,20 +61,18 @@ START_ROWS = 4
 
 @dataclass(frozen=True, slots=True)
 class WeightMmaTile:
-    """The most rows of a part of the kernel, the stride, and whether the copies of a step are
-    issued after its computation."""
+    """The most rows of a part of the kernel, and whether the copies of a step are issued after its
+    computation."""
 
     kernel_rows: int
-    stride: int
     late: bool
 
 
 # Larger kernels are divided into parts.
 TILES = (
-    WeightMmaTile(3, 1, late=False),
-    WeightMmaTile(5, 1, late=False),
-    WeightMmaTile(7, 1, late=True),
-    WeightMmaTile(3, 2, late=False),
+    WeightMmaTile(3, late=False),
+    WeightMmaTile(5, late=False),
+    WeightMmaTile(7, late=True),
 )
 
 
@@ -91,9 +88,9 @@ class DepthwiseWeightMma(Solver[ConvWork, tuple[Plane, WeightMmaTile]]):
         plane = plane_of(work, general=True)
         if isinstance(plane, str):
             return plane
-        tile = self._tile(plane)
-        if tile is None:
-            return f"no instance for kernel {work.kernel} and stride {work.stride}"
+        if plane.stride != 1:
+            return f"a stride of {plane.stride}, with which other families are faster"
+        tile = next((tile for tile in TILES if plane.reach[0] <= tile.kernel_rows), TILES[-1])
         down, across = _parts(plane, tile)
         if down * across > MOST_PARTS:
             return f"a kernel that reaches over {plane.reach[0]} rows and {plane.reach[1]} columns"
@@ -116,7 +113,7 @@ class DepthwiseWeightMma(Solver[ConvWork, tuple[Plane, WeightMmaTile]]):
         columns = _columns(work, plane, tile)
         held, architectures = variant(tile.kernel_rows, BLOCKS, device)
         resident = max(1, resident_blocks(device, shared_bytes, held) // columns)
-        reach = ceil_div(tile.kernel_rows, plane.stride) - 1
+        reach = tile.kernel_rows - 1
         chunk = chunk_rows(plane.output[0], reach, strips.tiles, resident, START_ROWS)
         chunks = ceil_div(plane.output[0], chunk)
         # As many blocks as are resident; items per block differ by at most one.
@@ -140,8 +137,7 @@ class DepthwiseWeightMma(Solver[ConvWork, tuple[Plane, WeightMmaTile]]):
             pack(args, **buffers_of(work, partials)),
             shared_bytes,
         )
-        cost = COST if tile.stride == 1 else STRIDED_COST
-        return Fragment(self.name, (launch,), partials, expected_s=cost.expected_s(work, device))
+        return Fragment(self.name, (launch,), partials, expected_s=COST.expected_s(work, device))
 
     def instances(self) -> Iterable[Instance]:
         return [
@@ -151,19 +147,11 @@ class DepthwiseWeightMma(Solver[ConvWork, tuple[Plane, WeightMmaTile]]):
             for held, architectures in variants(tile.kernel_rows, BLOCKS)
         ]
 
-    def _tile(self, plane: Plane) -> WeightMmaTile | None:
-        """Return the first tile that fits the kernel's rows, else the one with the most rows."""
-        tiles = [tile for tile in TILES if tile.stride == plane.stride]
-        for tile in tiles:
-            if plane.reach[0] <= tile.kernel_rows:
-                return tile
-        return tiles[-1] if tiles else None
-
 
 def _parts(plane: Plane, tile: WeightMmaTile) -> tuple[int, int]:
     """Return the numbers of parts of a kernel along H and W."""
     rows, columns = plane.reach
-    return ceil_div(rows, tile.kernel_rows), ceil_div(columns, DIAGONALS * tile.stride)
+    return ceil_div(rows, tile.kernel_rows), ceil_div(columns, DIAGONALS)
 
 
 def _columns(work: ConvWork, plane: Plane, tile: WeightMmaTile) -> int:
@@ -173,15 +161,14 @@ def _columns(work: ConvWork, plane: Plane, tile: WeightMmaTile) -> int:
 
 
 def _strips(plane: Plane) -> Strips:
-    """Return the strips of y, of 8 columns; a unit of x holds 8 columns of one parity."""
-    count = ceil_div(plane.output[1], STRIP_COLUMNS)
-    return Strips(plane.batch, count, plane.stride, 2 * plane.stride)
+    """Return the strips of y, of 8 columns, like units of x."""
+    return Strips(plane.batch, ceil_div(plane.output[1], STRIP_COLUMNS))
 
 
 def _shared_bytes(tile: WeightMmaTile, slots: int) -> int:
     rows = plane_bytes(slots, CHANNELS) + plane_bytes(TILE_STRIPS, CHANNELS)
     lines = line_bytes(slots, CHANNELS) + line_bytes(TILE_STRIPS, CHANNELS)
-    sums = CHANNELS * tile.kernel_rows * tile.stride * 2 * 32 * 4
+    sums = CHANNELS * tile.kernel_rows * 2 * 32 * 4
     return ROWS * (STAGES * rows + 2 * lines) + sums
 
 
@@ -193,7 +180,6 @@ def _instance(
         architectures,
         ELEMENT=dtype,
         KERNEL_H=tile.kernel_rows,
-        STRIDE=tile.stride,
         WARPS=WARPS,
         CHANNELS=OWN,
         ROWS=ROWS,
