@@ -142,6 +142,8 @@ class Gemm:
         Whether it is wgrad.
     irregular
         Whether the kernel must compute pixel addresses from position and tap.
+    vector
+        Bytes of a copy, of which a chunk takes several if they are fewer than its own.
     """
 
     phases: tuple[tuple[int, int], ...]
@@ -150,6 +152,7 @@ class Gemm:
     bytes: int
     weight: bool
     irregular: bool
+    vector: int = CHUNK_BYTES
 
     @cached_property
     def rows(self) -> int:
