@@ -69,6 +69,16 @@ def test_layers(emulated: EmulatedBackend, seed: int, case: Case, dtype: str) ->
         check(found, wanted, gate, f"seed {seed}, {case.id} {dtype}")
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_layers_in_planes(seed: int, case: Case, dtype: str) -> None:
+    emulated = only(DepthwiseWeightRows(in_planes=True))
+    for gate in ("exact", "bounded"):
+        tensors, wanted = drawn(seed, case, dtype, gate)
+        found = answers(emulated, case, tensors, with_layouts(case.ndim, grouped=False)[1])
+        check(found, wanted, gate, f"seed {seed}, {case.id} {dtype}")
+
+
 @pytest.mark.parametrize("blocks", [1, 2, 3, 8, 11])
 @pytest.mark.parametrize(("vectors", "tap_rows"), [(12, 3), (24, 5), (8, 1)])
 def test_every_reduction(seed: int, blocks: int, vectors: int, tap_rows: int) -> None:

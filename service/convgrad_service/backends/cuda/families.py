@@ -96,13 +96,22 @@ OVERHEADS = {
     "bf16x3_weight": Overhead(0.0),
     "batch_last_weight": Overhead(0.0),
 }
+# Of each copy between layouts, besides its bytes; in 20 depthwise layers on an H200.
+COPY_S = 3.2e-6
 # Copies between layouts.
 COPIES = (Transpose(), RowCopy(), RowPack(), StridedCopy())
 
 
-def _fastest(*alternatives: Sequence[Family[ConvWork]]) -> FastestExpected[ConvWork]:
-    """Return a choice by uncorrected predicted times; none of the alternatives needs to apply."""
-    overheads = {family.name: Overhead(0.0) for families in alternatives for family in families}
+def _fastest(
+    *alternatives: Sequence[Family[ConvWork]], copy_s: float = 0.0
+) -> FastestExpected[ConvWork]:
+    """Return a choice by predicted times and those of copies; none of the alternatives needs to
+    apply."""
+    overheads = {
+        family.name: Overhead(0.0, copy_s=copy_s)
+        for families in alternatives
+        for family in families
+    }
     return FastestExpected(*alternatives, overheads=overheads, optional=True)
 
 
@@ -111,6 +120,7 @@ def _through_channels_last(families: Sequence[Family[ConvWork]]) -> list[Family[
 
 
 # Depthwise convolutions: forward and input gradient, then weight gradient. Small ones first.
+# Channels first, a kernel that reads planes is compared with those between copies.
 _Alternatives = tuple[Sequence[Family[ConvWork]], ...]
 _DEPTHWISE: _Alternatives = (
     [DepthwiseDirect()],
@@ -120,10 +130,21 @@ _DEPTHWISE_WEIGHT: _Alternatives = (
     [DepthwiseWeightRows()],
     [DepthwiseWeightDirect(), DepthwiseWeight(), DepthwiseWeightMma()],
 )
-DEPTHWISE = _fastest(*_DEPTHWISE), _fastest(*map(_through_channels_last, _DEPTHWISE))
+DEPTHWISE = (
+    _fastest(*_DEPTHWISE),
+    _fastest(
+        [DepthwiseDirect(in_planes=True)],
+        *map(_through_channels_last, _DEPTHWISE),
+        copy_s=COPY_S,
+    ),
+)
 DEPTHWISE_WEIGHT = (
     _fastest(*_DEPTHWISE_WEIGHT),
-    _fastest(*map(_through_channels_last, _DEPTHWISE_WEIGHT)),
+    _fastest(
+        [DepthwiseWeightRows(in_planes=True)],
+        *map(_through_channels_last, _DEPTHWISE_WEIGHT),
+        copy_s=COPY_S,
+    ),
 )
 # Few channels per group.
 GROUPED = (

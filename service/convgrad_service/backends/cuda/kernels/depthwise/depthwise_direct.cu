@@ -1,5 +1,5 @@
-// Depthwise convolution, forward or the gradient of its input, of channels-last tensors with one to
-// three spatial dimensions, without staging pixels in shared memory: a small problem takes little
+// Depthwise convolution, forward or the gradient of its input, of tensors with one to three spatial
+// dimensions, channels last or, with VECTOR = 1, in any order, without staging pixels in shared memory: a small problem takes little
 // longer than its first loads do.
 //
 // forward   y[n, z, p, q, c] = sum over (t, r, s) of w[c, t, r, s] *
@@ -15,7 +15,8 @@
 // ROWS = 0: any kernel, as rows of KERNEL taps (longer ones in parts), and COLUMNS results of a row,
 // as far apart as the taps. For each row of taps it loads the elements of x that its results read,
 // AHEAD rows before their use.
-// Block: `vectors` vectors of channels, then positions. Grid: tiles of channels, positions.
+// Block: `vectors` vectors of channels, then positions; with in_planes, the other way round. Grid: tiles
+// of channels, positions.
 // Shared memory: the weights of the tile's channels as they are in memory. A thread's are an odd number
 // of words apart where the number of taps is odd, so that reads have no conflicts.
 // Deterministic: sums are in the order of x's rows, then columns (ROWS = 0: of t, r and parts, then
@@ -59,7 +60,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     const int word = thread + i * THREADS;
     load_ahead_if(word < words, weights_of_tile + word, early[i]);
   }
-  const int place = divide(thread, args.by_vectors), vector = thread - place * args.vectors;
+  const PlaceVector own(thread, args.places, args.vectors, args.by_vectors,
+                        VECTOR == 1 && args.in_planes, args.by_places);
+  const int place = own.place, vector = own.vector;
   const int c = first_channel + vector * VECTOR, position = blockIdx.y * args.places + place;
   const bool active = place < args.places && position < args.positions && c < args.channels;
   const int line = divide(position, args.by_across), plane = divide(line, args.by_down);
@@ -95,7 +98,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
   const int spread = ROWS > 0 ? 1 : args.spread, pitch = static_cast<int>(args.y_stride[3]) * spread;
   const i64 start = at.n * args.y_stride[0] + (at.z * static_cast<int>(args.y_stride[1]) +
                                                at.row * static_cast<int>(args.y_stride[2]) +
-                                               at.column * static_cast<int>(args.y_stride[3]) + c);
+                                               at.column * static_cast<int>(args.y_stride[3]) +
+                                               channel_offset<VECTOR>(c, args.y_channel));
   const auto inside = [&](int a, int b) {
     return static_cast<u32>(at.row + a) < static_cast<u32>(args.y_size[1]) &&
            static_cast<u32>(at.column + b * spread) < static_cast<u32>(args.y_size[2]);

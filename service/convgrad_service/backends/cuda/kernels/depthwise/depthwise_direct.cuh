@@ -14,7 +14,7 @@ struct DepthwiseDirectArgs {
   void* y;                 // the result: output, or grad_input
   const void* accumulate;  // like y, with its strides, or null
   const void* bias;        // one for each channel, or null
-  i64 x_stride[4];         // N D H W, in elements; a pixel's channels are contiguous
+  i64 x_stride[4];         // N D H W, in elements
   i64 y_stride[4];
   float alpha;
   float beta;
@@ -40,6 +40,10 @@ struct DepthwiseDirectArgs {
   int across;     // positions of a row
   int down;       // rows of positions in a plane
   Divider by_vectors, by_across, by_down, by_planes, by_stride[2], by_period, by_spread, by_multiplier;
+  // With VECTOR = 1: between channels of x and of y, and whether adjacent threads have adjacent positions.
+  i64 x_channel, y_channel;
+  int in_planes;
+  Divider by_places;
 };
 
 using T = ELEMENT;
@@ -91,7 +95,8 @@ class Mainloop {
     top_ = at.row * STRIDE - args.pad[1], left_ = at.column * STRIDE - args.pad[2];
 #endif
     from_ = static_cast<const T*>(args.x) + at.n * args.x_stride[0] + at.z * args.x_stride[1] +
-            top_ * args.x_stride[2] + (left_ * pitch_ + divide(c, args.by_multiplier));
+            top_ * args.x_stride[2] +
+            (left_ * pitch_ + channel_offset<VECTOR>(divide(c, args.by_multiplier), args.x_channel));
   }
 
   __device__ __forceinline__ void load_first() {
@@ -221,7 +226,8 @@ class Mainloop {
 #else
     left_ = at.column * STRIDE - args.pad[2];
 #endif
-    image_ = static_cast<const T*>(args.x) + at.n * args.x_stride[0] + divide(c, args.by_multiplier);
+    image_ = static_cast<const T*>(args.x) + at.n * args.x_stride[0] +
+             channel_offset<VECTOR>(divide(c, args.by_multiplier), args.x_channel);
     steps_ = active ? deep_.count * down_.count * args.parts : 0;
   }
 

@@ -1,5 +1,4 @@
-"""Channels-last depthwise fprop and dgrad without staging in shared memory
-(depthwise_direct.cu)."""
+"""Depthwise fprop and dgrad without staging in shared memory (depthwise_direct.cu)."""
 
 from __future__ import annotations
 
@@ -26,7 +25,9 @@ from convgrad_service.backends.cuda.kernels.depthwise.depthwise_direct_model imp
 )
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import (
     DTYPES,
+    channel_strides_of,
     channels_of,
+    is_in_planes,
     spread_of,
     strides_of,
     turned,
@@ -54,17 +55,18 @@ DepthwiseDirectArgs = structure("depthwise/depthwise_direct.cuh", "DepthwiseDire
 
 
 class DepthwiseDirect(Solver[ConvWork, DirectLayout]):
-    """fwd and bwd_data with one input channel per group, channels last, of any number of channels,
-    kernel and padding, in one to three dimensions; in bwd_data, one output channel per group."""
+    """fwd and bwd_data with one input channel per group, of any number of channels, kernel and
+    padding, in one to three dimensions; in bwd_data, one output channel per group. Channels last,
+    or with ``in_planes`` in any other order."""
 
     name = "depthwise_direct"
 
-    def __init__(self, layout: DirectLayout | None = None) -> None:
-        self._layout = layout
+    def __init__(self, layout: DirectLayout | None = None, *, in_planes: bool = False) -> None:
+        self._layout, self._in_planes = layout, in_planes
 
     def solve(self, work: ConvWork, device: CudaDevice) -> DirectLayout | str:
         work = turned(work)
-        if (reason := why_not_depthwise(work)) is not None:
+        if (reason := why_not_depthwise(work, in_planes=self._in_planes)) is not None:
             return reason
         multiplier = work.out_channels
         if multiplier > 1 and work.direction == "bwd_data":
@@ -97,7 +99,7 @@ class DepthwiseDirect(Solver[ConvWork, DirectLayout]):
         )
         # All layouts with the whole kernel add in the same order, and so do all others.
         return Fragment(
-            f"{self.name}_{work.direction}",
+            f"{self.name}_{work.direction}" + ("_planes" if self._in_planes else ""),
             tuple(launches),
             expected_s=expected_s(work, device, layout),
             order="whole" if layout.rows and not layout.line else "by rows",
@@ -137,6 +139,10 @@ class DepthwiseDirect(Solver[ConvWork, DirectLayout]):
         args.spread = spread_of(work)
         args.by_period, args.by_spread = divider(period), divider(args.spread)
         args.by_multiplier = divider(work.out_channels)
+        args.x_channel, args.y_channel = channel_strides_of(work)
+        if backward:
+            args.x_channel, args.y_channel = args.y_channel, args.x_channel
+        args.in_planes, args.by_places = is_in_planes(work), divider(layout.places)
         args.x, args.y = (
             first * side.strides[0] * side.dtype.itemsize for side in (source, result)
         )

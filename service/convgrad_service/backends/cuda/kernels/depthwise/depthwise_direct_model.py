@@ -10,10 +10,13 @@ from math import prod
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import (
+    SCHEDULERS,
     bytes_of,
     channels_of,
+    is_in_planes,
     spread_of,
     vector_of,
+    wavefronts,
 )
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import ceil_div
@@ -66,6 +69,8 @@ SINGLE_SHAPES = {
 }
 # Of vectors of channels in a tile.
 MOST_VECTORS, FEWER_VECTORS = 32, 16
+PLANES = (1, 2, 4, 8, 16)
+"""Channels in a tile if they are in planes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +166,10 @@ def read_columns(layout: DirectLayout, backward: bool) -> int:
 
 def across_of(work: ConvWork, layout: DirectLayout) -> int:
     """Return the positions of threads in a row of the result."""
-    return spread_of(work) * _positions(work, 2, layout.columns * spread_of(work))
+    spread = spread_of(work)
+    across = spread * _positions(work, 2, layout.columns * spread)
+    # Where taps are as far apart as the row is long, a thread has a single column.
+    return across if spread == 1 else min(across, work.sizes[1][2])
 
 
 def down_of(work: ConvWork, layout: DirectLayout) -> int:
@@ -208,6 +216,8 @@ def layouts_of(work: ConvWork, device: CudaDevice) -> Iterator[DirectLayout]:
     for most in (FEWER_VECTORS, MOST_VECTORS):
         tiles = ceil_div(all_vectors, most)
         sizes.add(ceil_div(ceil_div(all_vectors, tiles), 8) * 8)
+    if is_in_planes(work):
+        sizes = {size for size in PLANES if size == 1 or size <= all_vectors}
     columns, line = work.kernel[2], False
     known = shapes_of(work.dtype, vector)[stride]
     whole = known.whole and _is_plane(work)
@@ -251,8 +261,13 @@ def expected_s(work: ConvWork, device: CudaDevice, layout: DirectLayout) -> floa
         for rows, stride in zip(work.kernel[:2], work.stride[:2], strict=True):
             steps *= rows / stride if backward else rows
             most_steps *= ceil_div(rows, stride) if backward else rows
-    step = read * (cost.read + layout.vector) + products + taps * cost.tap
-    thread = cost.thread + results * cost.result + steps * step
+    of_read, of_result = cost.read, cost.result
+    if is_in_planes(work):
+        apart = layout.columns if spread_of(work) == 1 else 1
+        of_read += SCHEDULERS * wavefronts(apart * (1 if backward else layout.stride), work.dtype)
+        of_result += SCHEDULERS * wavefronts(apart * scale, work.dtype)
+    step = read * (of_read + layout.vector) + products + taps * cost.tap
+    thread = cost.thread + results * of_result + steps * step
     thread += layout.vectors * work.taps / THREADS * cost.weight
     # A block has a warp for each of an SM's four schedulers, which a single one does not keep busy.
     rounds = max(cost.alone, ceil_div(prod(grid_of(work, layout)), device.multiprocessors))

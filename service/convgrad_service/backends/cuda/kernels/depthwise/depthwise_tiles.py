@@ -9,18 +9,26 @@ from operator import mul
 from typing import TypeVar
 
 from convgrad.dtypes import DType
-from convgrad_service.backends.cuda.kernels.core.limits import DTYPES, IN_16_BITS
+from convgrad_service.backends.cuda.kernels.core.limits import (
+    DTYPES,
+    IN_16_BITS,
+    why_not_32bit_positions,
+)
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import ZEROS_BYTES, ceil_div
 from convgrad_service.plans.cuda.works import ConvWork, Operand
 
-__all__ = ["BYTES_S", "DTYPES", "IN_16_BITS", "LinearCost", "Plane", "bytes_of", "channels_of"]
+__all__ = ["BYTES_S", "DTYPES", "IN_16_BITS", "SCHEDULERS", "LinearCost", "Plane", "bytes_of"]
+__all__ += ["channels_of"]
 __all__ += ["chunk_counts", "chunk_rows", "plane_of", "resident_blocks"]
 __all__ += [
+    "channel_strides_of",
+    "is_in_planes",
     "spread_of",
     "strides_of",
     "turned",
     "vector_of",
+    "wavefronts",
     "why_not_counted",
     "why_not_depthwise",
     "why_not_images",
@@ -29,9 +37,14 @@ __all__ += [
 V = TypeVar("V")
 BYTES_S = 4.2e12
 """Memory's bytes per second, for cost models."""
+LINE_BYTES = 128
+SCHEDULERS = 4
+"""Of an SM, which share a cache that reads one line per clock."""
 CHUNK = 8
 """Elements of 16 bytes in 16-bit types."""
 MOST_ELEMENTS, MOST_IMAGE = 2**33, 2**31
+# Kernels add up to 40 of them to a position, in 32 bits.
+MOST_SPREAD = 2**24
 # Latency of a warp's first rows, in rows of computation; fitted to sweeps on an H200.
 START_ROWS = 6
 
@@ -68,19 +81,27 @@ class Plane:
         return operand.strides[0] // self.multiplier, operand.strides[4], operand.strides[5]
 
 
-def why_not_depthwise(work: ConvWork, dtypes: Sequence[DType] = DTYPES) -> str | None:
-    """Return why a work is not depthwise, channels last, in one of ``dtypes``; None if it is."""
+def why_not_depthwise(
+    work: ConvWork, dtypes: Sequence[DType] = DTYPES, *, in_planes: bool = False
+) -> str | None:
+    """Return why a work is not depthwise in one of ``dtypes``, and channels last; None if it is.
+
+    With ``in_planes``, its channels are not contiguous.
+    """
     multiplier = work.out_channels
     if work.dtype not in dtypes:
         return f"{work.dtype}"
     if work.groups == 1 or work.in_channels != 1:
         return "not one input channel per group"
-    if work.x.strides[1] != 1 or work.y.strides[1] != multiplier:
-        return "the channels are not contiguous"
+    each, group, channel = work.x.strides[1], work.y.strides[1], work.y.strides[2]
+    if (each == 1 and group == multiplier) is in_planes:
+        return f"the channels are {'' if in_planes else 'not '}contiguous"
     whole = work.direction != "bwd_weight" or work.w.strides[0] == multiplier * work.w.strides[1]
-    if multiplier > 1 and not (work.y.strides[2] == 1 and whole):
+    if multiplier > 1 and not (group == multiplier * channel and whole):
         return "the channels of a group are not contiguous"
-    return None
+    if spread_of(work) > MOST_SPREAD:
+        return f"taps that are more than {MOST_SPREAD} columns apart"
+    return why_not_32bit_positions(work)
 
 
 def why_not_images(work: ConvWork, most: int) -> str | None:
@@ -141,6 +162,21 @@ def strides_of(operand: Operand) -> tuple[int, ...]:
     return operand.strides[0], *operand.strides[3:]
 
 
+def channel_strides_of(work: ConvWork) -> tuple[int, int]:
+    """Return the distances between channels of x and of y."""
+    return work.x.strides[1], work.y.strides[1] // work.out_channels
+
+
+def is_in_planes(work: ConvWork) -> bool:
+    """Return whether the channels of x or of y are not adjacent."""
+    return channel_strides_of(work) != (1, 1)
+
+
+def wavefronts(distance: int, dtype: DType) -> int:
+    """Return the cache lines that a warp reads whose threads read ``distance`` elements apart."""
+    return max(1, min(32, ceil_div(32 * distance * dtype.itemsize, LINE_BYTES)))
+
+
 def channels_of(work: ConvWork) -> int:
     """Return the channels of y."""
     return work.groups * work.out_channels
@@ -153,7 +189,7 @@ def spread_of(work: ConvWork) -> int:
 
 def vector_of(work: ConvWork) -> int:
     """Return the channels of a thread's word: two, if every pixel is aligned to them."""
-    if work.dtype.itemsize > 2 or work.out_channels > 1:
+    if work.dtype.itemsize > 2 or work.out_channels > 1 or is_in_planes(work):
         return 1
     numbers = [n for operand in (work.x, work.y) for n in strides_of(operand)]
     return 1 if any(n % 2 for n in (work.groups, *numbers)) else 2

@@ -48,10 +48,11 @@ def fill_weight(args: Any, work: ConvWork, plane: Plane) -> None:
     args.x_size[:], args.y_size[:], args.pad[:] = plane.input, plane.output, plane.pad
 
 
-def why_not_volume(work: ConvWork) -> str | None:
-    """Return why a work is not a depthwise wgrad of channels-last tensors of up to three dimensions
-    with a constant stride between rows of weights; None if it is."""
-    if (reason := why_not_depthwise(work)) is not None:
+def why_not_volume(work: ConvWork, *, in_planes: bool = False) -> str | None:
+    """Return why a work is not a depthwise wgrad of tensors of up to three dimensions, channels
+    last or not (`why_not_depthwise`), with a constant stride between rows of weights; None if it
+    is."""
+    if (reason := why_not_depthwise(work, in_planes=in_planes)) is not None:
         return reason
     if work.kernel[0] > 1 and work.w.strides[3] != work.kernel[1] * work.w.strides[4]:
         return "planes of weights that are not contiguous"

@@ -1,5 +1,6 @@
-// The gradient of a depthwise convolution's weight, of channels-last tensors with one to three spatial
-// dimensions, a row of taps at a time. Launched by depthwise_weight_rows.py.
+// The gradient of a depthwise convolution's weight, of tensors with one to three spatial dimensions,
+// channels last or, with VECTOR = 1, in any order, a row of taps at a time. Launched by
+// depthwise_weight_rows.py.
 //
 // w[c, t, r, s] = sum over (n, z, p, q) of y[n, z, p, q, c] *
 //                 x[n, z*sd + t*dd - pd, p*sh + r*dh - ph, q*STRIDE + s*dw - pw, c / multiplier],
@@ -8,14 +9,13 @@
 // VECTOR adjacent channels and one row of taps. Of each of its items, strips of COLUMNS columns of y that
 // are as far apart as the taps, it loads the columns of y and of x that meet, the next item's before it
 // multiplies this one's.
-// Block: `vectors` vectors of channels, then `tap_rows` rows of taps, then `slots` slots; slot i has
-// every slots-th of the block's items from the i-th on. Threads with the same item and different rows of
-// taps read y from L1.
+// Block: `vectors` vectors of channels, then `tap_rows` rows of taps, then `slots` slots; with in_planes,
+// the vectors come last. Slot i has every slots-th of the block's items from the i-th on. Threads with the
+// same item and different rows of taps read y from L1.
 // Grid: equal shares of the items, in a cluster if there are at most 8; tiles of channels; rows of taps.
 // Shared memory: depthwise_weight_sum.cuh. Deterministic.
-// Preconditions: contiguous channels, strides and channels in multiples of VECTOR, `vectors`
-// in multiples of 4, an image's extent below 2^31 elements, items below 2^31, `arrived` being 0; VECTOR =
-// 1 with a multiplier.
+// Preconditions: strides and channels in multiples of VECTOR, `vectors` in multiples of 4, a plane's extent
+// below 2^31 elements, items below 2^31, `arrived` being 0; VECTOR = 1 with a multiplier.
 // Elements outside a tensor are read as zeros.
 #include "depthwise/depthwise_weight_args.cuh"
 #include "depthwise/depthwise_weight_sum.cuh"
@@ -36,6 +36,10 @@ struct DepthwiseWeightRowsArgs : DepthwiseWeightVolume {
   int items;
   int share;  // items of a block
   Divider by_multiplier, by_spread, by_tap_rows, by_parts, by_kernel_rows, by_strips, by_rows, by_planes;
+  // With VECTOR = 1: between channels of x and of y, and whether adjacent threads have adjacent items.
+  i64 x_channel, y_channel;
+  int in_planes;
+  Divider by_places;
 };
 
 }  // namespace convgrad
@@ -74,9 +78,11 @@ struct Lane {
     const int columns_y = there ? args.y_size[2] : 0;
     const T* const x = static_cast<const T*>(args.x) + n * args.x_stride[0] + d * args.x_stride[1] +
                        h * args.x_stride[2] +
-                       (from * static_cast<int>(args.x_stride[3]) + divide(c, args.by_multiplier));
+                       (from * static_cast<int>(args.x_stride[3]) +
+                        channel_offset<VECTOR>(divide(c, args.by_multiplier), args.x_channel));
     const T* const y = static_cast<const T*>(args.y) + n * args.y_stride[0] + z * args.y_stride[1] +
-                       p * args.y_stride[2] + (q * static_cast<int>(args.y_stride[3]) + c);
+                       p * args.y_stride[2] + (q * static_cast<int>(args.y_stride[3]) +
+                                               channel_offset<VECTOR>(c, args.y_channel));
     const int pitch_x = spread * static_cast<int>(args.x_stride[3]);
     const int pitch_y = spread * static_cast<int>(args.y_stride[3]);
 #pragma unroll
@@ -137,7 +143,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
                                       quads, block, blocks);
   block_sums.begin();
 
-  const int place = divide(thread, args.by_vectors), vector = thread - place * args.vectors;
+  const PlaceVector own(thread, args.slots * args.tap_rows, args.vectors, args.by_vectors,
+                        VECTOR == 1 && args.in_planes, args.by_places);
+  const int place = own.place, vector = own.vector;
   const int slot = divide(place, args.by_tap_rows), tap = place - slot * args.tap_rows;
   const int tap_row = blockIdx.z * args.tap_rows + tap;
   const int c = (blockIdx.y * args.vectors + vector) * VECTOR;

@@ -14,11 +14,15 @@ from convgrad_service.backends.cuda.kernels.core.gather_axes import divider
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import (
     BYTES_S,
     DTYPES,
+    SCHEDULERS,
     bytes_of,
+    channel_strides_of,
     channels_of,
+    is_in_planes,
     spread_of,
     turned,
     vector_of,
+    wavefronts,
     why_not_counted,
 )
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_args import (
@@ -94,17 +98,18 @@ DepthwiseWeightRowsArgs = structure("depthwise/depthwise_weight_rows.cu", "Depth
 
 
 class DepthwiseWeightRows(Solver[ConvWork, RowsLayout]):
-    """bwd_weight with one input channel per group, channels last, of any number of channels and
-    kernel, padding and dilation, in one to three dimensions."""
+    """bwd_weight with one input channel per group, of any number of channels and kernel, padding
+    and dilation, in one to three dimensions. Channels last, or with ``in_planes`` in any other
+    order."""
 
     name = "depthwise_weight_rows"
 
-    def __init__(self, layout: RowsLayout | None = None) -> None:
-        self._layout = layout
+    def __init__(self, layout: RowsLayout | None = None, *, in_planes: bool = False) -> None:
+        self._layout, self._in_planes = layout, in_planes
 
     def solve(self, work: ConvWork, device: CudaDevice) -> RowsLayout | str:
         work = turned(work)
-        reason = why_not_volume(work)
+        reason = why_not_volume(work, in_planes=self._in_planes)
         if reason is not None:
             return reason
         if work.stride[2] not in STRIDES:
@@ -136,6 +141,9 @@ class DepthwiseWeightRows(Solver[ConvWork, RowsLayout]):
         args.by_tap_rows = divider(layout.tap_rows)
         args.by_parts, args.by_kernel_rows = divider(args.parts), divider(work.kernel[1])
         args.by_strips, args.by_rows, args.by_planes = map(divider, (strips, rows, planes))
+        args.x_channel, args.y_channel = channel_strides_of(work)
+        args.in_planes = is_in_planes(work)
+        args.by_places = divider(layout.slots * layout.tap_rows)
         clustered = is_clustered(device, blocks)
         sums = layout.tap_rows * tile.kernel * tile.vector * layout.vectors
         partials = partials_of(
@@ -151,7 +159,8 @@ class DepthwiseWeightRows(Solver[ConvWork, RowsLayout]):
         )
         order = f"{tile.columns} columns, {layout.slots} slots, {blocks} blocks"
         expected = expected_s(work, device, layout)
-        return Fragment(self.name, (launch,), partials, expected_s=expected, order=order)
+        name = f"{self.name}_planes" if self._in_planes else self.name
+        return Fragment(name, (launch,), partials, expected_s=expected, order=order)
 
     def instances(self) -> Iterable[Instance]:
         return [
@@ -182,9 +191,9 @@ def _tap_rows(work: ConvWork) -> int:
 
 
 def _strips(work: ConvWork, tile: RowsTile) -> int:
-    """Return the strips of a row of y."""
-    spread = spread_of(work)
-    return spread * ceil_div(work.output[2], spread * tile.columns)
+    """Return the strips of a row of y; of one column each, where the taps are as far apart."""
+    spread, width = spread_of(work), work.output[2]
+    return min(width, spread * ceil_div(width, spread * tile.columns))
 
 
 def _grid(work: ConvWork, layout: RowsLayout) -> tuple[int, int]:
@@ -211,7 +220,7 @@ def layouts_of(work: ConvWork, device: CudaDevice) -> Iterator[RowsLayout]:
             RowsTile(kernel, work.stride[2], columns, vector)
             for columns in _columns(work.dtype, kernel, vector)
         ),
-        key=lambda tile: _strips(work, tile) * _instructions(tile),
+        key=lambda tile: _strips(work, tile) * _instructions(work, tile),
     )
     items = work.pixels // work.output[2] * _strips(work, tile)
     for vectors in sorted(sizes):
@@ -231,11 +240,15 @@ def _best(work: ConvWork, device: CudaDevice) -> RowsLayout:
     return min(layouts_of(work, device), key=lambda one: expected_s(work, device, one))
 
 
-def _instructions(tile: RowsTile) -> float:
+def _instructions(work: ConvWork, tile: RowsTile) -> float:
     """Return the instructions of an item."""
-    read = (tile.columns - 1) * tile.stride + tile.kernel + tile.columns
+    of_x, of_y = (tile.columns - 1) * tile.stride + tile.kernel, tile.columns
     products = tile.columns * tile.kernel * tile.vector
-    return INSTRUCTIONS + read * (PER_READ + tile.vector) + products
+    found = INSTRUCTIONS + (of_x + of_y) * (PER_READ + tile.vector) + products
+    if is_in_planes(work):
+        lines = of_x * wavefronts(tile.columns * tile.stride, work.dtype)
+        found += SCHEDULERS * (lines + of_y * wavefronts(tile.columns, work.dtype))
+    return found
 
 
 def expected_s(work: ConvWork, device: CudaDevice, layout: RowsLayout) -> float:
@@ -249,7 +262,7 @@ def expected_s(work: ConvWork, device: CudaDevice, layout: RowsLayout) -> float:
     most = ceil_div(grid, int(device.multiprocessors * spread))
     held = min(most, BLOCKS)
     warps = ceil_div(layout.vectors * layout.tap_rows * layout.slots, 32)
-    round_s = max(ROUND_S, held * warps * _instructions(tile) / (4 * CLOCKS_S))
+    round_s = max(ROUND_S, held * warps * _instructions(work, tile) / (SCHEDULERS * CLOCKS_S))
     total_s = LAUNCH_S + ceil_div(most, held) * (FIRST_S + rounds * round_s)
     total_s += APART * bytes_of(work) * tap_sets / BYTES_S
     if layout.blocks > 1:
