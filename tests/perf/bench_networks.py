@@ -51,6 +51,10 @@ SLOWER = (0.97, 0.95, 0.85)
 APART = {name: 2 * bound for name, bound in TOLERANCE.items()}
 
 
+class WrongResult(Exception):
+    """Ours and cuDNN's results are too far apart; nothing was timed."""
+
+
 @dataclass(frozen=True)
 class Wanted:
     """One measurement to make; ``layer`` has a batch."""
@@ -102,14 +106,14 @@ def wanted_of(given: argparse.Namespace) -> list[Wanted]:
 def no_longer_hold(
     wanted: Sequence[Wanted], plans: Sequence[CudaPlan], results: Path
 ) -> tuple[list[Wanted], list[CudaPlan]]:
-    """Of what is stored, the rows whose kernels have changed, or are not chosen any more."""
+    """Rows that are not stored, or whose kernels have changed or are not chosen any more."""
     rows = map(json.loads, results.read_text(encoding="utf-8").splitlines())
     kernels = {key_of(row): row["kernel"] for row in rows}
     stale = stale_keys(results, key_of)
     pairs = [
         (one, plan)
         for one, plan in zip(wanted, plans, strict=True)
-        if one.key in stale or kernels.get(one.key, plan.kernel) != plan.kernel
+        if one.key in stale or kernels.get(one.key) != plan.kernel
     ]
     return [one for one, _ in pairs], [plan for _, plan in pairs]
 
@@ -146,7 +150,10 @@ def measure(bench: Bench, one: Wanted, plan: CudaPlan, given: argparse.Namespace
     else:
         error = apart(case, found, case.peer(case.tensors))
     if not error <= APART[one.dtype]:
-        raise SystemExit(f"{one.layer['name']} {one.op} {one.dtype} {one.layout}: error {error}")
+        raise WrongResult(
+            f"{one.layer['name']} batch {one.layer['N']} {one.op} {one.dtype} {one.layout} by "
+            f"{plan.kernel}: error {error}"
+        )
     ours_s = bench.seconds(run)
     peer_s = bench.seconds(lambda: case.peer(case.tensors))
     more = {"precision": one.precision} if one.dtype == "float32" else {}
@@ -227,7 +234,7 @@ def main() -> None:
     parser.add_argument("--layouts", nargs="*", default=["NHWC"])
     parser.add_argument("--precision", choices=("high", "highest"), default="high")
     parser.add_argument("--samples", type=int, default=12)
-    parser.add_argument("--stale", action="store_true", help="only rows that no longer hold")
+    parser.add_argument("--stale", action="store_true", help="only rows missing or out of date")
     parser.add_argument("--seconds", type=float, help="stop measuring after so many")
     parser.add_argument("--float64", action="store_true", help="compare with float64")
     parser.add_argument("--git-sha", help="of the tree, where there is no git to ask")
@@ -244,17 +251,23 @@ def main() -> None:
     compiled_s = time.monotonic()
     where = facts(given.git_sha)
     lines: list[dict[str, Any]] = []
+    wrong: list[str] = []
     for one, plan in zip(wanted, plans, strict=True):
         if given.seconds is not None and time.monotonic() - compiled_s > given.seconds:
-            print(f"out of time: {len(wanted) - len(lines)} were not measured")
+            print(f"out of time: {len(wanted) - len(lines) - len(wrong)} were not measured")
             break
-        lines.append(measure(bench, one, plan, given) | where)
+        try:
+            lines.append(measure(bench, one, plan, given) | where)
+        except WrongResult as error:
+            wrong.append(str(error))
     store(lines, given.results)
     show(lines)
     print(
         f"\n{len(lines)} measured in {time.monotonic() - compiled_s:.0f} s, after "
         f"{planned_s - started_s:.0f} s of planning and {compiled_s - planned_s:.0f} s of compiling"
     )
+    if wrong:
+        raise SystemExit("\n".join(wrong))
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ SUITE = Path(__file__).parent / "suite" / "networks.json"
 TIMES = ("ours_ms", "peer_ms", "reference_ms")
 # A layer counts as slower than the peer from here on; less is noise.
 SLOWER = 0.95
+SMALL_MS = 0.002
 NAMES = {
     "resnet50": "ResNet-50",
     "resnext50_32x4d": "ResNeXt-50 32x4d",
@@ -85,7 +86,24 @@ def networks_table() -> str:
         for batch in batches
     ]
     lines.append(f"| median | {_heads(f'{median:.2f}x' for median in medians)}")
-    return "\n".join([*lines, "", source_line(rows, "make bench-networks")])
+    return "\n".join([*lines, "", source_line(rows, "make bench-networks"), "", _losses(rows)])
+
+
+def _losses(rows: list[Record]) -> str:
+    """Say how many dense layers, the class with most losses, are slower than the peer's."""
+    ratios: dict[int, list[float]] = {}
+    for row in rows:
+        if row["class"] == "dense":
+            ratios.setdefault(row["batch"], []).append(row["peer_ms"] / row["ours_ms"])
+    shares = ", ".join(
+        f"{sum(ratio < SLOWER for ratio in found) / len(found):.0%} at batch {batch}"
+        for batch, found in sorted(ratios.items())
+    )
+    mean = statistics.geometric_mean(ratio for found in ratios.values() for ratio in found)
+    return (
+        f"Not everything is faster. Of dense layers, these are more than {1 - SLOWER:.0%} slower: "
+        f"{shares} (geometric mean of all: {mean:.2f}x)."
+    )
 
 
 def network_classes_table() -> str:
@@ -98,7 +116,12 @@ def network_classes_table() -> str:
         ratio = row["peer_ms"] / row["ours_ms"]
         key = row["class"], row["op"], row["batch"]
         groups.setdefault(key, []).append((ratio, row["layer"]))
+    slow = [row for row in rows if row["peer_ms"] < SLOWER * row["ours_ms"]]
     lines = [
+        f"Of {len(rows)} rows, {len(slow)} are over {1 - SLOWER:.0%} slower; "
+        f"{sum(row['ours_ms'] - row['peer_ms'] <= SMALL_MS for row in slow)} of these lose at most "
+        f"{SMALL_MS * 1e3:.0f} µs.",
+        "",
         "| class | operation | batch | layers | times as fast as cuDNN, geometric mean "
         f"| share of layers slower than {SLOWER}x | the worst |",
         "| --- | --- | ---: | ---: | ---: | ---: | --- |",

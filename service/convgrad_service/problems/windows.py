@@ -48,6 +48,9 @@ class WindowAxis:
     @classmethod
     def sliding(cls, input: int, output: int, kernel: int, stride: int, before: int) -> WindowAxis:
         """Return windows of ``kernel`` positions, ``stride`` apart, with ``before`` of padding."""
+        if output == 1:
+            # Any stride gives the one window, and a short one cannot overflow kernels' 32 bits.
+            stride = min(stride, input)
         inside = count_below(input + before, output, stride, kernel, 1)
         return cls(
             input=input,

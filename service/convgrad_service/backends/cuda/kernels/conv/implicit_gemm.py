@@ -109,9 +109,9 @@ class ImplicitGemm:
     def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
         axes = [gather_axis(gathering(work), dim) for dim in range(3)]
         operands = _operands(work, device)
-        gemm = gemm_of(work, axes)
+        gemm = gemm_of(work, axes, operands.vector)
         if self._config is None:
-            time_s, config = choose_config(gemm, work.dtype, device, COUNTERS, operands.vector)
+            time_s, config = choose_config(gemm, work.dtype, device, COUNTERS)
         else:
             config = self._config
             time_s = expected_s(gemm, work.dtype, config, device)
@@ -151,9 +151,9 @@ class ImplicitGemm:
         )
 
     def tuned(self, config: str, work: ConvWork, device: CudaDevice) -> ImplicitGemm | None:
-        gemm = gemm_of(work, [gather_axis(gathering(work), dim) for dim in range(3)])
-        vector = _operands(work, device).vector
-        every = candidate_configs(gemm, work.dtype, device, COUNTERS, vector)
+        axes = [gather_axis(gathering(work), dim) for dim in range(3)]
+        gemm = gemm_of(work, axes, _operands(work, device).vector)
+        every = candidate_configs(gemm, work.dtype, device, COUNTERS)
         found = next((one for one in every if str(one) == config), None)
         return None if found is None else ImplicitGemm(found, self._dtypes, self._least)
 
@@ -167,8 +167,8 @@ class ImplicitGemm:
         ]
 
 
-def gemm_of(work: ConvWork, axes: list[Axis]) -> Gemm:
-    """Return the GEMM of a convolution."""
+def gemm_of(work: ConvWork, axes: list[Axis], vector: int = CHUNK_BYTES) -> Gemm:
+    """Return the GEMM of a convolution whose operands are copied in vectors of so many bytes."""
     chunk = CHUNK_BYTES // work.dtype.itemsize
     source, result = work.channels
     moved = work.elements * work.dtype.itemsize
@@ -177,14 +177,14 @@ def gemm_of(work: ConvWork, axes: list[Axis]) -> Gemm:
     if work.direction == "bwd_weight":
         phases = ((work.out_channels, work.pixels),)
         columns = work.taps * tap_channels
-        return Gemm(phases, columns, work.groups, moved, weight=True, irregular=irregular)
+        return Gemm(phases, columns, work.groups, moved, True, irregular, vector)
     found = tuple(
         (work.batch * d.count * h.count * w.count, d.taps * h.taps * w.taps * tap_channels)
         for d in axes[0].phases
         for h in axes[1].phases
         for w in axes[2].phases
     )
-    return Gemm(found, result, work.groups, moved, weight=False, irregular=irregular)
+    return Gemm(found, result, work.groups, moved, False, irregular, vector)
 
 
 def gathering(work: ConvWork) -> ConvWork:

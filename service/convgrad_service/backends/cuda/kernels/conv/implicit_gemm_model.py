@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_tiles import (
-    CHUNK_BYTES,
     CLUSTERS,
     STEP_BYTES,
     Config,
@@ -37,6 +36,10 @@ MOST_WAVES, WORKSPACES = 4, (2, 4, 8, 16, 32, 64)
 # The fraction of the shorter of memory and compute time that is not overlapped.
 NOT_OVERLAPPED = 0.25
 UNIT_ACCUMULATORS, UNIT_WARPS = 64 * 64, 4
+# Factors on a k-tile's time by the bytes of a copy, and on that of irregular k-tiles on an SM that
+# computes several times as many blocks as are resident: from 30 large layers with other channels.
+COPIES = {16: 1.0, 8: 2.0, 4: 2.5}
+CROWDED, CROWDED_WAVES = 0.8, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,9 +140,12 @@ def expected_s(gemm: Gemm, dtype: DType, config: Config, device: CudaDevice) -> 
 
     block_latency = rates.block + rates.block_size * size / warps
     block_latency += rates.block_irregular if gemm.irregular else 0.0
-    block_latency += steps * (rates.step * irregular + rates.step_size * size / warps)
+    copies = COPIES[gemm.vector]
+    block_latency += steps * (rates.step * irregular * copies + rates.step_size * size / warps)
     copied = (tile.m + tile.n) * STEP_BYTES * MULTIPROCESSORS / 1e6 / rates.l2
-    work = max(rates.size * size + rates.warps * warps * irregular, copied)
+    work = max(rates.size * size + rates.warps * warps * irregular, copied) * copies
+    if gemm.irregular:
+        work *= 1 + CROWDED * min(1.0, blocks_per_sm / resident / CROWDED_WAVES)
     block_issue = rates.block_issue * (warps + size) / 2 + steps * work
     sm_time = max(
         block_latency * ceil_div(blocks_per_sm, resident),
@@ -158,12 +164,12 @@ def expected_s(gemm: Gemm, dtype: DType, config: Config, device: CudaDevice) -> 
 
 
 def candidate_configs(
-    gemm: Gemm, dtype: DType, device: CudaDevice, counters: int, vector: int = CHUNK_BYTES
+    gemm: Gemm, dtype: DType, device: CudaDevice, counters: int
 ) -> Iterator[Config]:
     """Yield the configurations with at least one k-tile per block and enough ``counters``."""
     steps = gemm.steps(dtype)
     clusters = CLUSTERS if device.capability >= (9, 0) else CLUSTERS[:1]
-    for tile in tiles_of(dtype, vector, weight=gemm.weight):
+    for tile in tiles_of(dtype, gemm.vector, weight=gemm.weight):
         tiles = gemm.tiles(tile) * gemm.groups * len(gemm.phases)
         fitting = [
             cluster
@@ -182,13 +188,13 @@ def candidate_configs(
 
 
 def choose_config(
-    gemm: Gemm, dtype: DType, device: CudaDevice, counters: int, vector: int = CHUNK_BYTES
+    gemm: Gemm, dtype: DType, device: CudaDevice, counters: int
 ) -> tuple[float, Config]:
     """Return the configuration with the least expected time, and that in seconds.
 
     It depends on the problem and the device model only.
     """
-    every = candidate_configs(gemm, dtype, device, counters, vector)
+    every = candidate_configs(gemm, dtype, device, counters)
     return fastest(
         f"implicit_gemm_{'weight' if gemm.weight else 'gather'}",
         ((expected_s(gemm, dtype, config, device), config) for config in every),

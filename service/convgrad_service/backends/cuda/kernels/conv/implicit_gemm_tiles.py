@@ -146,6 +146,8 @@ class Gemm:
         Whether it is wgrad.
     irregular
         Whether the kernel must compute pixel addresses from position and tap.
+    vector
+        Bytes of a copy, of which a chunk takes several if they are fewer than its own.
     """
 
     phases: tuple[tuple[int, int], ...]
@@ -154,6 +156,7 @@ class Gemm:
     bytes: int
     weight: bool
     irregular: bool
+    vector: int = CHUNK_BYTES
 
     @cached_property
     def rows(self) -> int:

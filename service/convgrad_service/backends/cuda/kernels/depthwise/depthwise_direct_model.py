@@ -161,7 +161,10 @@ def read_columns(layout: DirectLayout, backward: bool) -> int:
 
 def across_of(work: ConvWork, layout: DirectLayout) -> int:
     """Return the positions of threads in a row of the result."""
-    return spread_of(work) * _positions(work, 2, layout.columns * spread_of(work))
+    spread = spread_of(work)
+    across = spread * _positions(work, 2, layout.columns * spread)
+    # Where taps are as far apart as the row is long, a thread has a single column.
+    return across if spread == 1 else min(across, work.sizes[1][2])
 
 
 def down_of(work: ConvWork, layout: DirectLayout) -> int:

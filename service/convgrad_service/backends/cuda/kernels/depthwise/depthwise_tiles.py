@@ -9,7 +9,11 @@ from operator import mul
 from typing import TypeVar
 
 from convgrad.dtypes import DType
-from convgrad_service.backends.cuda.kernels.core.limits import DTYPES, IN_16_BITS
+from convgrad_service.backends.cuda.kernels.core.limits import (
+    DTYPES,
+    IN_16_BITS,
+    why_not_32bit_positions,
+)
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import ZEROS_BYTES, ceil_div
 from convgrad_service.plans.cuda.works import ConvWork, Operand
@@ -32,6 +36,8 @@ BYTES_S = 4.2e12
 CHUNK = 8
 """Elements of 16 bytes in 16-bit types."""
 MOST_ELEMENTS, MOST_IMAGE = 2**33, 2**31
+# Kernels add up to 40 of them to a position, in 32 bits.
+MOST_SPREAD = 2**24
 # Latency of a warp's first rows, in rows of computation; fitted to sweeps on an H200.
 START_ROWS = 6
 
@@ -80,7 +86,9 @@ def why_not_depthwise(work: ConvWork, dtypes: Sequence[DType] = DTYPES) -> str |
     whole = work.direction != "bwd_weight" or work.w.strides[0] == multiplier * work.w.strides[1]
     if multiplier > 1 and not (work.y.strides[2] == 1 and whole):
         return "the channels of a group are not contiguous"
-    return None
+    if spread_of(work) > MOST_SPREAD:
+        return f"taps that are more than {MOST_SPREAD} columns apart"
+    return why_not_32bit_positions(work)
 
 
 def why_not_images(work: ConvWork, most: int) -> str | None:

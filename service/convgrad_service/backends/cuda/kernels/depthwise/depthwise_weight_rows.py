@@ -182,9 +182,9 @@ def _tap_rows(work: ConvWork) -> int:
 
 
 def _strips(work: ConvWork, tile: RowsTile) -> int:
-    """Return the strips of a row of y."""
-    spread = spread_of(work)
-    return spread * ceil_div(work.output[2], spread * tile.columns)
+    """Return the strips of a row of y; of one column each, where the taps are as far apart."""
+    spread, width = spread_of(work), work.output[2]
+    return min(width, spread * ceil_div(width, spread * tile.columns))
 
 
 def _grid(work: ConvWork, layout: RowsLayout) -> tuple[int, int]:
