@@ -25,8 +25,8 @@ from convgrad_service.backends.cuda.kernels.core.limits import (
 )
 from convgrad_service.backends.cuda.kernels.core.split_sum import (
     channel_last,
+    split_sum,
     split_sum_instances,
-    split_weight_sum,
 )
 from convgrad_service.backends.cuda.kernels.fallback.weight_args import fill_wgrad
 from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES, prepare_side
@@ -152,6 +152,7 @@ class DenseWeight(DenseFamily):
 def _sum(work: ConvWork, partials: str, splits: int) -> Launch:
     """Return the launch that reduces the partial sums and applies the epilogue."""
     results = work.groups * work.out_channels * work.taps * work.in_channels
+    accumulate = work.accumulate
     if _in_order(work) and results % SUM_RESULTS == 0:
         slices = SUM_SLICES if splits >= MANY_SPLITS else 1
         args = FlatSumArgs(results=results, splits=splits, slices=slices)
@@ -160,9 +161,18 @@ def _sum(work: ConvWork, partials: str, splits: int) -> Launch:
             _sum_instance(work.result_dtype),
             linear_grid(results // SUM_RESULTS, SUM_BLOCK // slices),
             (SUM_BLOCK, 1, 1),
-            pack(args, partials=partials, result=work.w, accumulate=work.accumulate),
+            pack(args, partials=partials, result=work.w, accumulate=accumulate),
         )
-    return split_weight_sum(work, partials, splits)
+    return split_sum(
+        partials,
+        splits,
+        (work.groups, work.out_channels, *work.kernel, work.in_channels),
+        channel_last(work.w),
+        DType.FLOAT32,
+        accumulate=None if accumulate is None else channel_last(accumulate),
+        alpha=work.alpha,
+        beta=work.beta,
+    )
 
 
 def _sum_instance(dtype: DType) -> Instance:

@@ -12,7 +12,7 @@
 // Block: CHANNELS channels of y, some 64-row tiles of a tap's M, and a share of all rows of y. Two producer threads load
 //   rows of y and of x; one warpgroup splits y's rows into parts in shared memory, x's parts are made in
 //   registers; the other warpgroups run wgmma, each on a tile, or on a part of a row's columns of a tile
-//   that two share. Partial sums go to the block's part of `partials`, ordered (k, t, r, s, c); split_sum.cu
+//   that two share. Partial sums go to the block's part of `partials`, ordered (k, t, r, s, c); first_sum.cu
 //   reduces them.
 // Threads: 128 per consumer warpgroup, and 256.
 // Shared memory (dynamic): 1,024 bytes of alignment, stages of rows of y, of their parts, and of rows of x, at

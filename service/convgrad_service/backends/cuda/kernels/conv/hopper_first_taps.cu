@@ -12,7 +12,7 @@
 //   and the rows of x that it adds; where a walk down an image begins, rows of x alone. One consumer
 //   warpgroup holds a tile's accumulators; `parts` warpgroups may share a tile, each with PRODUCTS wgmmas of
 //   a row. Two producer threads load rows of y (channels contiguous) and of x. Partial sums go to the block's
-//   part of `partials`, ordered (k, t, r, s, c); split_sum.cu reduces them.
+//   part of `partials`, ordered (k, t, r, s, c); first_sum.cu reduces them.
 // Threads: 128 per consumer warpgroup, and 64.
 // Shared memory (dynamic): 1,024 bytes of alignment, stages of rows of y and of x, at the end the sums; counted
 //   by hopper_first_taps.py.

@@ -10,14 +10,16 @@ from typing import Any
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import fill
+from convgrad_service.backends.cuda.kernels.conv.first_sum import (
+    first_sum,
+    first_sum_instances,
+    results_of,
+    why_not_summed,
+)
 from convgrad_service.backends.cuda.kernels.core.limits import (
     DTYPES,
     Requirements,
     why_not_32bit_positions,
-)
-from convgrad_service.backends.cuda.kernels.core.split_sum import (
-    split_sum_instances,
-    split_weight_sum,
 )
 from convgrad_service.backends.cuda.kernels.core.tensor_maps import TiledMap, pack_maps
 from convgrad_service.backends.cuda.kernels.layout.channels_last import (
@@ -63,8 +65,6 @@ MOST_STAGES = 16
 # Pipeline depths, in order of preference.
 AHEAD = (6, 5, 4, 3, 2)
 MAX_INDEX, MAX_GRID_Y = 2**31 - 1, 65535
-# Of a block that adds partial sums: results are few, splits many.
-SLICES = 8
 # The most bytes of partial sums, unless the caller asks for more splits.
 PARTIAL_BYTES = 256 * 2**20
 
@@ -189,13 +189,12 @@ class HopperFirstTaps(Solver[ConvWork, Cut]):
             return f"{work.in_channels} channels of the input are more than {MOST_CHANNELS}"
         if work.pixels > MAX_INDEX or prod(work.input) * work.in_channels > MAX_INDEX:
             return "positions are more than 32 bits count"
-        if (reason := why_not_32bit_positions(work)) is not None:
+        reason = why_not_32bit_positions(work) or why_not_summed(work)
+        if reason is not None:
             return reason
         elements = work.kernel[1] * _window(work)[0]
         if work.dtype is DType.FLOAT32 and elements <= FEW and work.out_channels > MOST_OF_FEW:
             return f"windows of {elements} elements leave most of several products' tiles empty"
-        if _results(work) > MAX_INDEX:
-            return f"{_results(work)} results are more than {MAX_INDEX}"
         kind = _kind(work)
         cut = _cut(work, device, kind)
         if cut is None:
@@ -208,7 +207,7 @@ class HopperFirstTaps(Solver[ConvWork, Cut]):
         kind = cut.kind
         lines = work.batch * work.output[0] * cut.segments * work.output[1]
         blocks = cut.groups * work.kernel[0] * ceil_div(work.out_channels, kind.channels)
-        results = _results(work)
+        results = results_of(work)
         splits = _splits(work, lines, blocks, results, device)
         args = _args(work, cut)
         args.lines, args.more = divmod(lines, splits)
@@ -224,10 +223,9 @@ class HopperFirstTaps(Solver[ConvWork, Cut]):
             ),
             cut.shared_bytes,
         )
-        added = split_weight_sum(work, partials, splits, slices=SLICES, overlaps=True)
         return Fragment(
             f"{kind.name}/{splits}",
-            (*y.steps, *x.steps, launch, added),
+            (*y.steps, *x.steps, launch, first_sum(work, partials, splits, device)),
             (*y.workspace, *x.workspace, Workspace(partials, splits * results * 4)),
         )
 
@@ -236,12 +234,8 @@ class HopperFirstTaps(Solver[ConvWork, Cut]):
         types += [(DType.FLOAT32, kind) for kind in SPLIT]
         return [
             *(_instance(*one, products, odd) for one in types for products, odd in FORMS),
-            *split_sum_instances(DTYPES, SLICES),
+            *first_sum_instances(),
         ]
-
-
-def _results(work: ConvWork) -> int:
-    return work.out_channels * work.in_channels * work.taps
 
 
 def _window(work: ConvWork) -> tuple[int, int]:

@@ -96,14 +96,16 @@ def finish_split(work: ConvWork, split: Split) -> tuple[tuple[Launch, ...], tupl
     """Return the launch that adds the partial sums, and their workspace; nothing for one split."""
     if split.count == 1:
         return (), ()
+    extents = (work.groups, work.out_channels, work.in_channels, *work.kernel)
     launch = split_sum(
-        work,
         _partials(work),
         split.count,
-        (work.groups, work.out_channels, work.in_channels, *work.kernel),
+        extents,
         work.w,
         sum_dtype(work.dtype),
         accumulate=work.accumulate,
+        alpha=work.alpha,
+        beta=work.beta,
     )
     return (launch,), (Workspace(_partials(work), split.count * _partial_bytes(work)),)
 
