@@ -10,7 +10,6 @@ from math import prod
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import (
-    SCHEDULERS,
     bytes_of,
     channels_of,
     is_in_planes,
@@ -71,6 +70,10 @@ SINGLE_SHAPES = {
 MOST_VECTORS, FEWER_VECTORS = 32, 16
 PLANES = (1, 2, 4, 8, 16)
 """Channels in a tile if they are in planes."""
+# Instructions of a cache line that a warp reads or writes, of planes; fitted to 76 layers in float32
+# and 16-bit types on an H200, on which the choice takes 2 % longer than the faster of planes and
+# copies.
+PLANE_READ, PLANE_RESULT = 1, 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,8 +267,8 @@ def expected_s(work: ConvWork, device: CudaDevice, layout: DirectLayout) -> floa
     of_read, of_result = cost.read, cost.result
     if is_in_planes(work):
         apart = layout.columns if spread_of(work) == 1 else 1
-        of_read += SCHEDULERS * wavefronts(apart * (1 if backward else layout.stride), work.dtype)
-        of_result += SCHEDULERS * wavefronts(apart * scale, work.dtype)
+        of_read += PLANE_READ * wavefronts(apart * (1 if backward else layout.stride), work.dtype)
+        of_result += PLANE_RESULT * wavefronts(apart * scale, work.dtype)
     step = read * (of_read + layout.vector) + products + taps * cost.tap
     thread = cost.thread + results * of_result + steps * step
     thread += layout.vectors * work.taps / THREADS * cost.weight

@@ -18,7 +18,7 @@ from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import ZEROS_BYTES, ceil_div
 from convgrad_service.plans.cuda.works import ConvWork, Operand
 
-__all__ = ["BYTES_S", "DTYPES", "IN_16_BITS", "SCHEDULERS", "LinearCost", "Plane", "bytes_of"]
+__all__ = ["BYTES_S", "DTYPES", "IN_16_BITS", "LinearCost", "Plane", "bytes_of"]
 __all__ += ["channels_of"]
 __all__ += ["chunk_counts", "chunk_rows", "plane_of", "resident_blocks"]
 __all__ += [
@@ -38,8 +38,6 @@ V = TypeVar("V")
 BYTES_S = 4.2e12
 """Memory's bytes per second, for cost models."""
 LINE_BYTES = 128
-SCHEDULERS = 4
-"""Of an SM, which share a cache that reads one line per clock."""
 CHUNK = 8
 """Elements of 16 bytes in 16-bit types."""
 MOST_ELEMENTS, MOST_IMAGE = 2**33, 2**31
