@@ -23,7 +23,7 @@ BLOCK = 64
 KERNEL = 3
 ROWS = 2
 # Channels of a thread, by the stride and the size of an element.
-WIDTHS = {
+WIDTHS: dict[int, dict[int, tuple[int, ...]]] = {
     1: {2: (4, 1), 4: (4, 1), 8: (2, 1)},
     2: {2: (8, 4, 1), 4: (4, 1), 8: (2, 1)},
 }

@@ -17,6 +17,7 @@
 // the tile, with WEIGHTED a weight per column, line and slice of the box. Deterministic: the order of
 // additions follows from the windows, however the tile is chosen. Relies on windows that contain a
 // position for maxima. Index limits: planes, and elements of a tile, below 2^31; offsets in 64 bits.
+#include "pool/maximum.cuh"
 #include "pool/window_box.cuh"
 #include "ptx/shared_element.cuh"
 
@@ -29,21 +30,15 @@ using S = ElementAccumulator<T>;
 constexpr int kBytes = sizeof(T), kTogether = kBytes == 8 ? 2 : 4;
 
 #if MAXIMA
-// The element that is a maximum, so that a NaN keeps its bits, and its position.
 struct Part {
-  T stored;
-  int where;
+  Maximum<T> most;
 
   // Elements come in the order of their positions.
   __device__ __forceinline__ void take(T element, int position, S, bool begins, bool wanted) {
-    const S found = widen(element);
-    if (begins || (wanted && (found > widen(stored) || found != found))) {
-      stored = element;
-      where = position;
-    }
+    most.take(element, position, begins, wanted);
   }
-  __device__ __forceinline__ void meet(const Part& part, S weight, bool begins) {
-    take(part.stored, part.where, weight, begins, true);
+  __device__ __forceinline__ void meet(const Part& part, S, bool begins) {
+    most.meet(part.most, begins);
   }
 };
 #else
@@ -212,9 +207,9 @@ extern "C" __global__ void __launch_bounds__(kBoxThreads, sizeof(T) == 8 ? 3 : 4
 #pragma unroll
       for (int p = 0; p < kTogether; ++p) {
         const Part& part = total.of[p];
-        store_element(target[p], part.stored);
+        store_element(target[p], part.most.element());
         advance(target[p], args.y_pitch * kBytes);
-        int where = part.where;
+        int where = part.most.where;
 #if !LINES
         if (windows.carried != nullptr) {
           const i64 own = box.plane + (plane + p < box.planes ? plane + p : plane);
