@@ -1,14 +1,14 @@
 // The gradient of max pooling from the indices of the maxima, channels last, for windows of KERNEL x
-// KERNEL that are STRIDE apart. Launched by route_strips.py.
+// KERNEL that are STRIDE apart, and of any kind along the axis before. Launched by route_strips.py.
 //
-// y[i] = sum of x[o] over the windows o that contain i and whose index is i, window column by column, and
-// in each column from the first row on. If `bad` is given, an index outside its window sets bad[0].
+// y[i] = sum of x[o] over the windows o that contain i and whose index is i, window column by column, in
+// each column plane by plane, and in each plane from the first row on. If `bad` is given, an index outside its window sets bad[0].
 // A thread owns ROWS rows of a strip of y, in WIDTH adjacent channels, and walks along W from window to
 // window. It holds the sums of its rows in the window's columns, and the next windows are loaded ahead.
 // Block: 64 threads; shared memory: none. Deterministic, no atomics. Memory-safe for any index.
 // Preconditions: aligned vectors; every window contains a position. Index limits: planes below 2^31,
 // offsets in 64 bits.
-#include "core/vectors.cuh"
+#include "pool/windows.cuh"
 
 using namespace convgrad;
 
@@ -34,13 +34,15 @@ struct StripArgs {
   const void* indices;
   u64* bad;       // or null
   i64 threads;
-  int x_size[2];  // H W: windows
-  int y_size[2];
-  int pad[2];
+  WindowRange window, counted;  // along D: of y, of windows
+  int x_size[3];  // windows
+  int y_size[3];
+  int pad[2];  // H W
   int inner;
   int tiles;   // along H
   int strips;  // along W
   int strip;   // windows
+  Divider by_plane;  // of y
 };
 
 // A column of windows as it is in memory, and which rows of it exist.
@@ -60,28 +62,32 @@ struct Column {
 extern "C" __global__ void __launch_bounds__(kThreads) route_strips(const __grid_constant__ StripArgs args) {
   i64 index = static_cast<i64>(blockIdx.x) * kThreads + threadIdx.x;
   if (index >= args.threads) return;
-  i64 vector, strip, tile;
+  i64 vector, strip, tile, plane;
   index = divide(index, args.inner / WIDTH, vector);
   index = divide(index, args.tiles, tile);
+  index = divide(index, args.y_size[0], plane);
   const i64 image = divide(index, args.strips, strip);
-  const int(&size)[2] = args.y_size;
+  const int size[2] = {args.y_size[1], args.y_size[2]}, windows[2] = {args.x_size[1], args.x_size[2]};
+  const int d = static_cast<int>(plane), plane_size = size[0] * size[1];
+  const int start0 = window_start(args.window, d), stop0 = window_stop(args.window, d);
+  const int planes = max(1, stop0 - start0);  // of windows, which may be none
   const int h0 = static_cast<int>(tile) * ROWS - args.pad[0];
   const int top = static_cast<int>(tile) * (ROWS / STRIDE) - kBefore;  // row of windows
   const int q0 = static_cast<int>(strip) * args.strip;
   const int q1 = min(q0 + args.strip, (size[1] + args.pad[1] + STRIDE - 1) / STRIDE);
   // Rows of windows, the column that is fetched next, and rows of y at the column that is stored next.
-  const i64 x_row = static_cast<i64>(args.x_size[1]) * args.inner;
+  const i64 x_row = static_cast<i64>(windows[1]) * args.inner, x_plane = x_row * windows[0];
   const i64 y_row = static_cast<i64>(size[1]) * args.inner;
   const T* x[kWindows];
   const INDEX* indices[kWindows];
   bool there[kWindows];
 #pragma unroll
   for (int w = 0; w < kWindows; ++w) {
-    const i64 from = (image * args.x_size[0] + top + w) * x_row + vector * WIDTH +
+    const i64 from = (image * args.x_size[0] + start0) * x_plane + (top + w) * x_row + vector * WIDTH +
                      static_cast<i64>(q0 - kBefore) * args.inner;
     x[w] = static_cast<const T*>(args.x) + from;
     indices[w] = static_cast<const INDEX*>(args.indices) + from;
-    there[w] = top + w >= 0 && top + w < args.x_size[0];
+    there[w] = top + w >= 0 && top + w < windows[0] && start0 < stop0;
   }
   T* y[ROWS];
   int row_at[ROWS];  // the position before a row's first column
@@ -89,11 +95,11 @@ extern "C" __global__ void __launch_bounds__(kThreads) route_strips(const __grid
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
     const i64 column = static_cast<i64>(q0) * STRIDE - args.pad[1];
-    y[r] = static_cast<T*>(args.y) + (image * size[0] + h0 + r) * y_row + column * args.inner + vector * WIDTH;
+    y[r] = static_cast<T*>(args.y) + ((image * args.y_size[0] + d) * size[0] + h0 + r) * y_row + column * args.inner + vector * WIDTH;
     stored[r] = h0 + r >= 0 && h0 + r < size[0];
-    row_at[r] = stored[r] ? (h0 + r) * size[1] : kNowhere;
+    row_at[r] = stored[r] ? d * plane_size + (h0 + r) * size[1] : kNowhere;
   }
-  int first_at[ROWS / STRIDE][KERNEL];  // the same of own windows
+  int first_at[ROWS / STRIDE][KERNEL];  // the same of own windows' rows, in their plane
 #pragma unroll
   for (int w = 0; w < ROWS / STRIDE; ++w) {
 #pragma unroll
@@ -103,8 +109,12 @@ extern "C" __global__ void __launch_bounds__(kThreads) route_strips(const __grid
     }
   }
 
-  const auto fetch = [&](int q, Column& to) {
-    to.there = q >= 0 && q < args.x_size[1];
+  // The next windows to fetch: plane by plane, then the next column.
+  int next_q = q0 - kBefore, next_plane = 0;
+  const auto fetch = [&](Column& to) {
+    to.there = next_q >= 0 && next_q < windows[1];
+    const bool last = ++next_plane == planes;
+    const i64 step = last ? args.inner - (planes - 1) * x_plane : x_plane;
 #pragma unroll
     for (int w = 0; w < kWindows; ++w) {
       if (to.there && there[w]) {
@@ -112,15 +122,19 @@ extern "C" __global__ void __launch_bounds__(kThreads) route_strips(const __grid
         for (int v = 0; v < WIDTH; v += kAtOnce) to.indices[w][v / kAtOnce] = Indices::load(indices[w] + v);
         to.values[w] = Values::load(x[w]);
       }
-      x[w] += args.inner;
-      indices[w] += args.inner;
+      x[w] += step;
+      indices[w] += step;
     }
+    if (!last) return;
+    next_plane = 0;
+    ++next_q;
   };
 
   S sums[ROWS][KERNEL][WIDTH] = {};
   bool good = true;
-  const auto step = [&](int q, const Column& here, Column& coming) {
-    if (q + 1 < q1) fetch(q + 1, coming);
+  int q = q0 - kBefore, at0 = start0;
+  const auto step = [&](const Column& here, Column& coming) {
+    if (next_q < q1) fetch(coming);
     const int column = q * STRIDE - args.pad[1];
     if (here.there) {
       int target[ROWS][KERNEL];
@@ -131,7 +145,9 @@ extern "C" __global__ void __launch_bounds__(kThreads) route_strips(const __grid
         for (int r = 0; r < ROWS; ++r) target[r][c] = row_at[r] + at;
       }
       const int low = max(column, 0), columns = min(column + KERNEL, size[1]) - low;
-      const bool checks = args.bad != nullptr && q >= q0;  // one strip of one tile checks a window
+      // One strip of one tile checks a window, in the first of its planes.
+      const bool checks = args.bad != nullptr && q >= q0 && window_start(args.counted, at0) == d;
+      const int depth = window_stop(args.counted, at0) - d;
 #pragma unroll
       for (int w = 0; w < kWindows; ++w) {
         if (!there[w]) continue;
@@ -154,16 +170,23 @@ extern "C" __global__ void __launch_bounds__(kThreads) route_strips(const __grid
         u32 beyond = 0;  // of the nearest row, the most of all channels
 #pragma unroll
         for (int v = 0; v < WIDTH; ++v) {
+          int inside = at[v] - d * plane_size;
+          if (args.y_size[0] > 1) {
+            const int beyond_d = divide(inside, args.by_plane);
+            inside = static_cast<u32>(beyond_d) < static_cast<u32>(depth) ? inside - beyond_d * plane_size : -1;
+          }
           u32 nearest = ~0u;
 #pragma unroll
           for (int r = 0; r < KERNEL; ++r) {
-            nearest = min(nearest, static_cast<u32>(at[v]) - static_cast<u32>(first_at[w < kBefore ? 0 : w - kBefore][r] + low));
+            nearest = min(nearest, static_cast<u32>(inside) - static_cast<u32>(first_at[w < kBefore ? 0 : w - kBefore][r] + low));
           }
           beyond = max(beyond, nearest);
         }
         good &= beyond < static_cast<u32>(columns);
       }
     }
+    if (++at0 < stop0) return;
+    at0 = start0;
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
 #pragma unroll
@@ -184,15 +207,14 @@ extern "C" __global__ void __launch_bounds__(kThreads) route_strips(const __grid
         }
       }
     }
+    ++q;
   };
   Column even, odd;
-  int q = q0 - kBefore;
-  fetch(q, even);
+  fetch(even);
 #pragma unroll 1
-  for (; q + 1 < q1; q += 2) {
-    step(q, even, odd);
-    step(q + 1, odd, even);
+  while (q < q1) {
+    step(even, odd);
+    if (q < q1) step(odd, even);
   }
-  if (q < q1) step(q, even, odd);
   if (!good) args.bad[0] = 1;  // all writers write the same value
 }

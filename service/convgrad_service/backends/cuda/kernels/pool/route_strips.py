@@ -10,7 +10,12 @@ from typing import Any
 from convgrad.dtypes import FLOATING, INDEX, DType
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.core.elements import MAX_BLOCKS, linear_grid
-from convgrad_service.backends.cuda.kernels.pool.window_form import FromIndices, WindowForm
+from convgrad_service.backends.cuda.kernels.pool.window_form import (
+    FromIndices,
+    WindowForm,
+    divider_of,
+    range_of,
+)
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import Instance, Launch, ceil_div
@@ -50,7 +55,8 @@ class Strips:
     @property
     def threads(self) -> int:
         form = self.form
-        return form.batch * self.strips * self.tiles * (form.inner // self.width)
+        lines = form.batch * form.y_size[0] * self.tiles
+        return lines * self.strips * (form.inner // self.width)
 
 
 class RouteStrips(FromIndices[Strips]):
@@ -63,8 +69,8 @@ class RouteStrips(FromIndices[Strips]):
             return "no gradient of maxima of one type"
         form = WindowForm.of(work)
         stride = form.counted[2].step
-        if not form.last or form.dilated or not form.is_simple(form.counted):
-            return "channels first, dilated windows, or those of several planes"
+        if not form.last or form.dilated:
+            return "channels first, or dilated"
         if stride not in WIDTHS or any(not _slides(axis, stride) for axis in form.counted[1:]):
             return f"windows that are not {KERNEL} x {KERNEL}"
         widths = WIDTHS[stride][work.dtype.itemsize]
@@ -89,7 +95,9 @@ class RouteStrips(FromIndices[Strips]):
         self, work: WindowWork, device: CudaDevice, config: Strips, bad: str | None
     ) -> Launch:
         form, args = config.form, StripArgs()
-        args.x_size[:], args.y_size[:] = form.x_size[1:], form.y_size[1:]
+        args.x_size[:], args.y_size[:] = form.x_size, form.y_size
+        args.window, args.counted = range_of(form.windows[0]), range_of(form.counted[0])
+        args.by_plane = divider_of(prod(form.y_size[1:]))
         args.pad[:] = [-axis.first for axis in form.counted[1:]]
         args.inner, args.threads = form.inner, config.threads
         args.tiles, args.strips, args.strip = config.tiles, config.strips, config.strip
@@ -112,7 +120,12 @@ class RouteStrips(FromIndices[Strips]):
 
 def _slides(axis: WindowAxis, stride: int) -> bool:
     """Whether windows slide by ``stride`` and have ``KERNEL`` positions, padding included."""
-    return axis.step == stride and axis.last - axis.first == KERNEL and axis.first <= 0
+    return (
+        axis.unit == 1
+        and axis.step == stride
+        and axis.last - axis.first == KERNEL
+        and axis.first <= 0
+    )
 
 
 def _instance(dtype: DType, index: DType, width: int, stride: int) -> Instance:
