@@ -85,7 +85,7 @@ class _Variant(NamedTuple):
     def compiled(self) -> _Variant:
         """Return what is compiled for it: several are rare and run as a more general one."""
         lines, _ = self.shape
-        rolling = self.rolling and lines == ROLLING_LINES
+        rolling = self.rolling and self.shape == (ROLLING_LINES, ROLLING_LINES)
         simple = self.simple and lines > 0 and (rolling or not self.weighted)
         return self._replace(simple=simple, rolling=rolling)
 
@@ -96,7 +96,8 @@ def _variant(work: WindowWork, form: WindowForm) -> _Variant:
     fitting = (shape for shape in SHAPES if lines <= shape[0] and taps <= shape[1])
     shape = ANY if work.carried is not None else next(fitting, ANY)
     simple = form.is_simple(form.windows, form.counted)
-    rolling = simple and form.windows[1].step == 1 and lines == ROLLING_LINES
+    along = form.windows[1]
+    rolling = simple and along.step == 1 and along.last - along.first == ROLLING_LINES
     return _Variant(shape, simple, rolling, maxima, form.varying == "inputs").compiled()
 
 
