@@ -30,7 +30,7 @@ ROWS = 2
 # Channels of a thread, by the stride and the size of an element.
 WIDTHS: dict[int, dict[int, tuple[int, ...]]] = {
     1: {2: (4, 1), 4: (4, 1), 8: (2, 1)},
-    2: {2: (8, 4, 1), 4: (4, 1), 8: (2, 1)},
+    2: {2: (4, 1), 4: (4, 1), 8: (2, 1)},
 }
 # Of a plane, so that their numbers are far from those of positions that do not exist.
 MOST_POSITIONS = 2**30 - 2**16

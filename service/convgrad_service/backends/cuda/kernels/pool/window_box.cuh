@@ -22,10 +22,10 @@ struct BoxArgs {
   int box[3];    // the most positions of x under a tile
   int planes;    // of a block, a multiple of kTogether for window_planes.cu
   int pitch[3];  // elements of x between planes, slices and lines, in shared memory
-  int y_pitch, y_plane;  // elements of y between lines and planes, in shared memory
+  int y_pitch;   // elements of y between lines, in shared memory
   int whole;     // whether a block has whole planes
   int by_lines;  // whether each line is a segment
-  int indices_at, y_at, places_at, ranges_at, weights_at;  // bytes, in shared memory
+  int indices_at, y_at, ranges_at, weights_at;  // bytes, in shared memory
   int ranges;       // windows of a table: along axis 1, window_scatter.cu also along axis 2
   int phases[3];    // window_scatter.cu: the most windows that contain a position
   int in_phase[3];  // windows of a phase
@@ -116,20 +116,20 @@ struct Box {
            static_cast<i64>(base[1]) * windows.y_size[2] + base[2];
   }
 
-  // Stores element(cell) for each cell of the tile to a tensor of y's shape. Cells are in shared memory,
-  // lines y_pitch and planes y_plane apart; the first one has the misalignment of y's element.
-  // Elements beside the tile stay as they are.
-  template <class E, class Cell, class Element>
-  __device__ __forceinline__ void store(const BoxArgs& args, void* tensor, const Cell* cells,
+  // Stores element(cell) for each cell of the tile of one plane, or of whole planes. Cells are in shared
+  // memory, lines y_pitch apart; the first one has the misalignment of y's element. Elements beside the
+  // tile stay as they are.
+  template <class T, class Cell, class Element>
+  __device__ __forceinline__ void store(const BoxArgs& args, const Cell* cells,
                                         Element element) const {
-    constexpr int kChunk = 16 / sizeof(E);
-    constexpr int kCells = sizeof(Cell) < sizeof(E) ? kChunk : 16 / sizeof(Cell);
+    constexpr int kChunk = 16 / sizeof(T);
+    constexpr int kCells = sizeof(Cell) < sizeof(T) ? kChunk : 16 / sizeof(Cell);
     const int(&size)[3] = args.windows.y_size;
     const i64 begin = y_begin(args.windows);
     const auto copy = [&](i64 to, int at, int length) {
       const int head = static_cast<int>(to % kChunk);
       const int chunks = (head + length + kChunk - 1) / kChunk;
-      E* const target = static_cast<E*>(tensor) + (to - head);
+      T* const target = static_cast<T*>(args.windows.y) + (to - head);
       at -= head;
       const int whole = (head + length) / kChunk;  // chunks up to the last whole one
       const int thread = static_cast<int>(threadIdx.x);
@@ -143,7 +143,7 @@ struct Box {
 #pragma unroll 2
       for (int c = thread + (head > 0); c < whole; c += kBoxThreads) {
         const int low = c * kChunk;
-        Vector<E, kChunk> values;
+        Vector<T, kChunk> values;
 #pragma unroll
         for (int e = 0; e < kChunk; e += kCells) {
           const auto part = Vector<Cell, kCells>::load(cells + at + low + e);
@@ -153,16 +153,11 @@ struct Box {
         values.store(target + low);
       }
     };
-    const i64 y_plane = static_cast<i64>(size[0]) * size[1] * size[2];
     const int lines = args.by_lines ? count[1] : 1, length = args.by_lines ? count[2] : count[1] * size[2];
-    const int segments = args.whole ? 1 : planes * lines;
 #pragma unroll 1
-    for (int segment = 0, p = 0, i = 0; segment < segments; ++segment) {
-      copy(begin + p * y_plane + static_cast<i64>(i) * size[2], p * args.y_plane + i * args.y_pitch,
-           args.whole ? planes * static_cast<int>(y_plane) : length);
-      if (++i < lines) continue;
-      i = 0;
-      ++p;
+    for (int i = 0; i < (args.whole ? 1 : lines); ++i) {
+      copy(begin + static_cast<i64>(i) * size[2], i * args.y_pitch,
+           args.whole ? planes * size[0] * size[1] * size[2] : length);
     }
   }
 };

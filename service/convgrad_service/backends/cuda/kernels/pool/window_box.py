@@ -28,7 +28,7 @@ MOST_BYTES = {"sums": 72 * 1024, "maxima": 72 * 1024, "routes": 56 * 1024}
 # Whole planes beyond those that a block needs are added up to here.
 ENOUGH_BYTES = {"sums": 40 * 1024, "maxima": 40 * 1024, "routes": 56 * 1024}
 # Blocks that keep a multiprocessor busy, and threads' items that keep a block busy.
-ENOUGH_BLOCKS = {"sums": 16, "maxima": 16, "routes": 4}
+ENOUGH_BLOCKS = {"sums": 8, "maxima": 8, "routes": 4}
 ENOUGH_ITEMS = 128
 # The most windows of a table, for routes.
 MOST_COLUMNS = 512
@@ -117,13 +117,6 @@ class Tile:
         line = form.y_size[2]
         return _pitch(self.size[2], line, _chunk(work)) if self.by_lines else line
 
-    def y_plane(self, work: WindowWork, form: WindowForm) -> int:
-        """Return the elements of y between planes, like those of y modulo a chunk."""
-        outputs = self.size[0] * self.size[1] * self.y_pitch(work, form)
-        if self.whole:
-            return outputs
-        return _pitch(outputs, prod(form.y_size), _chunk(work))
-
     def places(self, work: WindowWork, form: WindowForm) -> Places:
         """Return where the parts of shared memory are."""
 
@@ -131,16 +124,15 @@ class Tile:
             return ceil_div(elements * itemsize, CHUNK_BYTES) * CHUNK_BYTES + 2 * CHUNK_BYTES
 
         elements = self.planes * self.pitch(work, form)[0]
-        outputs = self.planes * self.y_plane(work, form)
+        outputs = self.planes * self.size[0] * self.size[1] * self.y_pitch(work, form)
         routes, wide = work.kind == "routes", max(4, work.dtype.itemsize)
         indices = room(elements, work.dtype.itemsize)
         y = indices + (room(elements, work.index_dtype.itemsize) if routes else 0)
-        places = y + room(outputs, wide if routes else work.dtype.itemsize)
-        ranges = places + (room(outputs, 4) if work.kind == "maxima" else 0)
+        ranges = y + (room(outputs, wide) if routes else 0)
         weights = ranges + RANGE_BYTES * self.ranges(work, form)
         weight_bytes = wide if form.varying == "inputs" else 0
         end = weights + weight_bytes * sum(self.box)
-        return Places(indices, y, places, ranges, weights, end)
+        return Places(indices, y, ranges, weights, end)
 
     def ranges(self, work: WindowWork, form: WindowForm) -> int:
         """Return the windows of a table: those along axis 1, for routes also along axis 2."""
@@ -159,9 +151,8 @@ class Tile:
         args.whole, args.by_lines = self.whole, self.by_lines
         args.ranges = self.ranges(work, form)
         args.pitch[:], args.y_pitch = self.pitch(work, form), self.y_pitch(work, form)
-        args.y_plane = self.y_plane(work, form)
         places = self.places(work, form)
-        args.indices_at, args.y_at, args.places_at, args.ranges_at, args.weights_at, _ = places
+        args.indices_at, args.y_at, args.ranges_at, args.weights_at, _ = places
         axes = zip(form.windows, self.box, strict=True)
         args.phases[:] = [min(most_positions(axis), box) for axis, box in axes]
         args.in_phase[:] = [ceil_div(*pair) for pair in zip(self.box, args.phases, strict=True)]
@@ -200,7 +191,6 @@ class Places(NamedTuple):
 
     indices: int
     y: int
-    places: int
     ranges: int
     weights: int
     end: int

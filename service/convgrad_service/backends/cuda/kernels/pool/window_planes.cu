@@ -10,11 +10,11 @@
 // computes `run` adjacent positions of y along axis 1 in kTogether planes; beyond the last plane, those
 // are the first again. Adjacent threads have adjacent columns.
 // LINES, TAPS: windows have at most so many positions along the last two axes. 0: windows of any size.
-// ROLLING: one slice, and windows that slide by one line. A line is reduced once, for all windows of
-// a run that contain it.
+// ROLLING: one slice, and windows of LINES lines that slide by so many of them; else 0. A line is reduced
+// once, for all windows of a run that contain it.
 // SIMPLE: one slice, and windows that slide by whole positions.
-// Block: 256 threads. Dynamic shared memory: the box of x, unless ROLLING the windows along axis 1 of
-// the tile, with WEIGHTED a weight per column, line and slice of the box. Deterministic: the order of
+// Block: 256 threads. Dynamic shared memory: the box of x, the windows along axis 1 of the tile, with
+// WEIGHTED a weight per column, line and slice of the box. Deterministic: the order of
 // additions follows from the windows, however the tile is chosen. Relies on windows that contain a
 // position for maxima. Index limits: planes, and elements of a tile, below 2^31; offsets in 64 bits.
 #include "pool/maximum.cuh"
@@ -27,7 +27,8 @@ namespace {
 
 using T = ELEMENT;
 using S = ElementAccumulator<T>;
-constexpr int kBytes = sizeof(T), kTogether = kBytes == 8 ? 2 : 4;
+// Maxima that are kept take many registers.
+constexpr int kBytes = sizeof(T), kTogether = kBytes == 8 || (MAXIMA && ROLLING) ? 2 : 4;
 
 #if MAXIMA
 struct Part {
@@ -159,12 +160,9 @@ extern "C" __global__ void __launch_bounds__(kBoxThreads, sizeof(T) == 8 ? 3 : 4
   const int runs = (args.tile[1] + windows.run - 1) / windows.run;
   const int groups = (box.planes + kTogether - 1) / kTogether;
   const int items = groups * args.tile[0] * runs * args.tile[2];
-  const i64 begin = box.y_begin(windows);
-  T* const y = reinterpret_cast<T*>(shared + args.y_at) + static_cast<int>(begin % (16 / kBytes));
-#if MAXIMA
-  const int places_in = windows.wide_indices ? 2 : 4;  // of a chunk
-  int* const places = reinterpret_cast<int*>(shared + args.places_at) + static_cast<int>(begin % places_in);
-#endif
+  // Elements of y are numbered from the block's first plane on.
+  const i64 outputs = static_cast<i64>(windows.y_size[0]) * windows.y_size[1] * windows.y_size[2];
+  const i64 begin = box.plane * outputs;
   for (int item = static_cast<int>(threadIdx.x); item < items; item += kBoxThreads) {
     const int above = divide(item, args.by_tile[2]), at2 = item - above * args.tile[2];
     const int outer = divide(above, args.by_tile[1]), at1 = (above - outer * runs) * windows.run;
@@ -190,35 +188,42 @@ extern "C" __global__ void __launch_bounds__(kBoxThreads, sizeof(T) == 8 ? 3 : 4
     column.slice_weights = line_weights + args.box[1];
 #endif
     u32 target[kTogether];  // of each plane
-    [[maybe_unused]] u32 place[kTogether];
+    const int position = (o0 * windows.y_size[1] + box.base[1] + at1) * windows.y_size[2] + o2;
 #pragma unroll
     for (int p = 0; p < kTogether; ++p) {
       const int own = plane + p < box.planes ? plane + p : plane;
       column.x[p] = x + (own * args.pitch[0] + start2) * kBytes;
-      const int at = own * args.y_plane + (at0 * args.tile[1] + at1) * args.y_pitch + at2;
-      target[p] = shared_address(y) + at * kBytes;
-#if MAXIMA
-      place[p] = shared_address(places) + at * static_cast<int>(sizeof(int));
-#endif
+      target[p] = static_cast<u32>(own * outputs) + position;
     }
+    T* const y = static_cast<T*>(windows.y) + begin;
     const int end = min(at1 + windows.run, box.count[1]);
 #if MAXIMA
-    const auto finish = [&](int, const Parts& total) {
-#pragma unroll
-      for (int p = 0; p < kTogether; ++p) {
-        const Part& part = total.of[p];
-        store_element(target[p], part.most.element());
-        advance(target[p], args.y_pitch * kBytes);
-        int where = part.most.where;
+    const auto finish = [&](int, Parts& total) {
 #if !LINES
-        if (windows.carried != nullptr) {
+      if (windows.carried != nullptr) {
+#pragma unroll
+        for (int p = 0; p < kTogether; ++p) {
           const i64 own = box.plane + (plane + p < box.planes ? plane + p : plane);
+          int& where = total.of[p].most.where;
           where = windows.carried[own * windows.x_plane + where];
         }
-#endif
-        store_element(place[p], where);
-        advance(place[p], args.y_pitch * static_cast<int>(sizeof(int)));
       }
+#endif
+      if (windows.y != nullptr) {
+#pragma unroll
+        for (int p = 0; p < kTogether; ++p) y[target[p]] = total.of[p].most.element();
+      }
+      if (windows.indices != nullptr && windows.wide_indices) {
+        i64* const places = static_cast<i64*>(windows.indices) + begin;
+#pragma unroll
+        for (int p = 0; p < kTogether; ++p) places[target[p]] = total.of[p].most.where;
+      } else if (windows.indices != nullptr) {
+        int* const places = static_cast<int*>(windows.indices) + begin;
+#pragma unroll
+        for (int p = 0; p < kTogether; ++p) places[target[p]] = total.of[p].most.where;
+      }
+#pragma unroll
+      for (int p = 0; p < kTogether; ++p) advance(target[p], windows.y_size[2]);
     };
 #else
     DividedBy<T, SIMPLE> division(windows, o0, box.base[1] + at1, o2);
@@ -234,15 +239,15 @@ extern "C" __global__ void __launch_bounds__(kBoxThreads, sizeof(T) == 8 ? 3 : 4
         const S sum = total.of[p].value;
         // A sum of negative zeros is zero: that of a product with it, as of `divided`'s corrections.
         const S mean = sizeof(T) == 2 ? multiply_add(sum, division.reciprocal, S(0)) : division(sum);
-        store_element(target[p], narrow<T>(mean));
-        advance(target[p], args.y_pitch * kBytes);
+        y[target[p]] = narrow<T>(mean);
+        advance(target[p], windows.y_size[2]);
       }
     };
 #endif
 #if ROLLING
     const WindowRange& sliding = windows.window[1];
     // The next line of the box, and how many there are, both from the first one that exists.
-    int next = box.base[1] + at1 + sliding.first - sliding.low;
+    int next = (box.base[1] + at1) * ROLLING + sliding.first - sliding.low;
     const int lines = column.taps > 0 ? sliding.high - sliding.low : 0;
     column.advance((MAXIMA ? max(next, 0) : next) + sliding.low - box.first[1]);
     Parts kept[LINES];
@@ -269,16 +274,18 @@ extern "C" __global__ void __launch_bounds__(kBoxThreads, sizeof(T) == 8 ? 3 : 4
       ++next;
     };
 #pragma unroll
-    for (int l = 0; l + 1 < LINES; ++l) keep(l);
+    for (int l = 0; l + ROLLING < LINES; ++l) keep(l);
     for (int i = at1; i < end;) {
 #pragma unroll
       for (int turn = 0; turn < LINES; ++turn) {
         if (i >= end) break;
-        keep((turn + LINES - 1) % LINES);
+#pragma unroll
+        for (int l = LINES - ROLLING; l < LINES; ++l) keep((turn * ROLLING + l) % LINES);
         Parts total;
 #pragma unroll
         for (int l = 0; l < LINES; ++l) {
-          total.meet(kept[(turn + l) % LINES], weights[(turn + l) % LINES], l == 0);
+          const int own = (turn * ROLLING + l) % LINES;
+          total.meet(kept[own], weights[own], l == 0);
         }
         finish(i++, total);
       }
@@ -319,15 +326,4 @@ extern "C" __global__ void __launch_bounds__(kBoxThreads, sizeof(T) == 8 ? 3 : 4
     }
 #endif
   }
-  __syncthreads();
-  const auto same = [](auto cell) { return cell; };
-  if (windows.y != nullptr) box.store<T>(args, windows.y, y, same);
-#if MAXIMA
-  if (windows.indices == nullptr) return;
-  if (windows.wide_indices) {
-    box.store<i64>(args, windows.indices, places, same);
-  } else {
-    box.store<int>(args, windows.indices, places, same);
-  }
-#endif
 }

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import prod
 from typing import NamedTuple
 
 from convgrad.dtypes import FLOATING, DType
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.pool.window_box import BOX_BLOCK, Tile, tiled
-from convgrad_service.backends.cuda.kernels.pool.window_form import WindowForm, most_positions
+from convgrad_service.backends.cuda.kernels.pool.window_form import (
+    LARGEST,
+    WindowForm,
+    most_positions,
+)
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.families import Solver
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch
@@ -19,8 +24,8 @@ __all__ = ["WindowPlanes"]
 # (LINES, TAPS) of windows; the first that fits is used.
 SHAPES = ((1, 4), (2, 2), (3, 3))
 ANY = (0, 0)
-# Of windows that slide by one line, of which each line is reduced once.
-ROLLING_LINES = 3
+# Of windows each of whose lines is reduced once, and by how many they slide.
+ROLLING_LINES, ROLLING_STEPS = 3, (1, 2)
 # Windows larger than this are maxima of `window_reduce` unless positions are in many windows.
 LARGE_WINDOW, MUCH_OVERLAP = 24, 4
 
@@ -41,7 +46,11 @@ class WindowPlanes(Solver[WindowWork, Tiled]):
         if work.kind == "maxima" and large and _variant(work, form).shape == ANY:
             return f"windows of {LARGE_WINDOW} positions or more with little overlap"
         tile = tiled(work, form, device)
-        return tile if isinstance(tile, str) else (form, tile)
+        if isinstance(tile, str):
+            return tile
+        if tile.planes * prod(form.y_size) > LARGEST:
+            return "planes of too many positions"
+        return form, tile
 
     def fragment(self, work: WindowWork, device: CudaDevice, config: Tiled) -> Fragment:
         form, tile = config
@@ -66,7 +75,7 @@ class WindowPlanes(Solver[WindowWork, Tiled]):
         variants = [
             _Variant(shape, simple, rolling, maxima, weighted)
             for shape in (*SHAPES, ANY)
-            for simple, rolling in ((False, False), (True, False), (True, True))
+            for simple, rolling in ((False, 0), *((True, step) for step in (0, *ROLLING_STEPS)))
             for maxima, weighted in ((True, False), (False, False), (False, True))
         ]
         chosen = dict.fromkeys(variant.compiled() for variant in variants)
@@ -78,15 +87,16 @@ class _Variant(NamedTuple):
 
     shape: tuple[int, int]
     simple: bool
-    rolling: bool
+    rolling: int
     maxima: bool
     weighted: bool
 
     def compiled(self) -> _Variant:
         """Return what is compiled for it: several are rare and run as a more general one."""
         lines, _ = self.shape
-        rolling = self.rolling and self.shape == (ROLLING_LINES, ROLLING_LINES)
-        simple = self.simple and lines > 0 and (rolling or not self.weighted)
+        rolls = self.shape == (ROLLING_LINES, ROLLING_LINES) and self.rolling in ROLLING_STEPS
+        rolling = self.rolling if rolls else 0
+        simple = self.simple and lines > 0 and (rolling > 0 or not self.weighted)
         return self._replace(simple=simple, rolling=rolling)
 
 
@@ -97,7 +107,7 @@ def _variant(work: WindowWork, form: WindowForm) -> _Variant:
     shape = ANY if work.carried is not None else next(fitting, ANY)
     simple = form.is_simple(form.windows, form.counted)
     along = form.windows[1]
-    rolling = simple and along.step == 1 and along.last - along.first == ROLLING_LINES
+    rolling = along.step if simple and along.last - along.first == ROLLING_LINES else 0
     return _Variant(shape, simple, rolling, maxima, form.varying == "inputs").compiled()
 
 

@@ -46,7 +46,7 @@ __device__ __forceinline__ int2 range_of(const BoxArgs& args, const Box& box, in
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(kBoxThreads, 4)
+extern "C" __global__ void __launch_bounds__(kBoxThreads, 6)
     window_scatter(const __grid_constant__ BoxArgs args) {
   extern __shared__ __align__(16) unsigned char shared[];
   const WindowArgs& windows = args.windows;
@@ -154,5 +154,5 @@ extern "C" __global__ void __launch_bounds__(kBoxThreads, 4)
     }
   }
   if (!good && windows.bad != nullptr) windows.bad[MOVE] = 1;  // all writers write the same value
-  box.store<T>(args, windows.y, cells, [&](const Cell& cell) { return cell.element(x); });
+  box.store<T>(args, cells, [&](const Cell& cell) { return cell.element(x); });
 }

@@ -32,7 +32,7 @@ using Values = Vector<T, WIDTH>;
 #if SLIDING
 constexpr int kAhead = 2;
 
-extern "C" __global__ void __launch_bounds__(128, TAPS > 3 ? 4 : WIDTH == 8 || SIMPLE ? 5 : 6)
+extern "C" __global__ void __launch_bounds__(128, TAPS > 3 ? 4 : WIDTH == 8 ? 5 : 6)
     window_sums(const __grid_constant__ WindowArgs args) {
   const int vectors = args.inner / WIDTH, lanes = 1 << args.lanes_log;
   const int blocks = (vectors + lanes - 1) >> args.lanes_log;
@@ -68,86 +68,6 @@ extern "C" __global__ void __launch_bounds__(128, TAPS > 3 ? 4 : WIDTH == 8 || S
     if (start + t < stop) weight[t] = S(1) / static_cast<S>(window_size<SIMPLE>(args.counted[1], start + t));
 #endif
   }
-  S by = static_cast<S>(args.divisor), reciprocal = static_cast<S>(args.reciprocal);
-  S across = S(1);
-  if (args.by_outputs) {
-    across = static_cast<S>(window_size<SIMPLE>(args.counted[0], at0)) * static_cast<S>(window_size<SIMPLE>(args.counted[1], at1));
-  }
-  const i64 position = (item * args.y_size[0] + at0) * args.y_size[1] + at1;
-  T* y = static_cast<T*>(args.y) + (position * args.y_size[2] + begin) * args.inner + vector * WIDTH;
-  const auto store = [&](int at, const S (&sum)[WIDTH]) {
-    if (args.by_outputs) {
-      by = across * static_cast<S>(window_size<SIMPLE>(args.counted[2], at));
-      reciprocal = S(1) / by;
-    }
-    Values values;
-#pragma unroll
-    for (int v = 0; v < WIDTH; ++v) values.at[v] = narrow<T>(divided<T>(sum[v], by, reciprocal));
-    values.store(y);
-    y += args.inner;
-  };
-#if SIMPLE && LINES == 3
-  // Lines that slide by one are kept in place, each loaded three ahead.
-  if (args.window[2].whole == 1 && args.window[2].last - args.window[2].first == LINES) {
-    const WindowRange& sliding = args.window[2];
-    Values lines[LINES][TAPS] = {};
-    S parts[LINES][WIDTH], weights[LINES];
-    int line = begin + sliding.first;  // the next one to add
-    const int stop_line = min(end - 1 + sliding.last, sliding.high);
-    const auto load = [&](int own, Values (&values)[TAPS]) {
-      if (own < sliding.low || own >= stop_line) return;
-      const T* const from = x + static_cast<i64>(own) * args.inner;
-#pragma unroll
-      for (int t = 0; t < TAPS; ++t) {
-        if (start + t < stop) values[t] = Values::load(from + t * x_row);
-      }
-    };
-#pragma unroll
-    for (int l = 0; l < LINES; ++l) load(line + l, lines[l]);
-    const auto add = [&](int own) {
-      const bool there = line >= sliding.low && line < stop_line;
-      weights[own] = S(1);
-#if WEIGHTED
-      if (there) weights[own] = S(1) / static_cast<S>(window_size<SIMPLE>(args.counted[2], line));
-#endif
-#pragma unroll
-      for (int v = 0; v < WIDTH; ++v) parts[own][v] = S(0);
-      if (there) {
-#pragma unroll
-        for (int t = 0; t < TAPS; ++t) {
-#pragma unroll
-          for (int v = 0; v < WIDTH; ++v) {
-            const S value = widen(lines[own][t].at[v]);
-            parts[own][v] = WEIGHTED ? multiply_add(value, weight[t] * first_weight, parts[own][v])
-                                     : parts[own][v] + value;
-          }
-        }
-      }
-      load(line + LINES, lines[own]);
-      ++line;
-    };
-#pragma unroll
-    for (int l = 0; l + 1 < LINES; ++l) add(l);
-    for (int at = begin; at < end;) {
-#pragma unroll
-      for (int turn = 0; turn < LINES; ++turn) {
-        if (at >= end) break;
-        add((turn + LINES - 1) % LINES);
-        S sum[WIDTH] = {};
-#pragma unroll
-        for (int l = 0; l < LINES; ++l) {
-          const int own = (turn + l) % LINES;
-#pragma unroll
-          for (int v = 0; v < WIDTH; ++v) {
-            sum[v] = WEIGHTED ? multiply_add(parts[own][v], weights[own], sum[v]) : sum[v] + parts[own][v];
-          }
-        }
-        store(at++, sum);
-      }
-    }
-    return;
-  }
-#endif
   // The next lines' parts of the windows; the one after them is `line` in slice i0.
   Values ahead[kAhead][TAPS] = {};
   int line = window_start<SIMPLE>(args.window[2], begin), next = line, i0 = start0;
@@ -165,6 +85,13 @@ extern "C" __global__ void __launch_bounds__(128, TAPS > 3 ? 4 : WIDTH == 8 || S
 #pragma unroll
   for (int a = 0; a < kAhead; ++a) load(ahead[a]);
 
+  S by = static_cast<S>(args.divisor), reciprocal = static_cast<S>(args.reciprocal);
+  S across = S(1);
+  if (args.by_outputs) {
+    across = static_cast<S>(window_size<SIMPLE>(args.counted[0], at0)) * static_cast<S>(window_size<SIMPLE>(args.counted[1], at1));
+  }
+  const i64 position = (item * args.y_size[0] + at0) * args.y_size[1] + at1;
+  T* y = static_cast<T*>(args.y) + (position * args.y_size[2] + begin) * args.inner + vector * WIDTH;
   S kept[LINES][WIDTH] = {}, kept_weight[LINES] = {};
 #pragma unroll 1
   for (int at = begin; at < end; ++at) {
@@ -219,7 +146,15 @@ extern "C" __global__ void __launch_bounds__(128, TAPS > 3 ? 4 : WIDTH == 8 || S
         sum[v] = WEIGHTED ? multiply_add(kept[l][v], kept_weight[l], sum[v]) : sum[v] + kept[l][v];
       }
     }
-    store(at, sum);
+    if (args.by_outputs) {
+      by = across * static_cast<S>(window_size<SIMPLE>(args.counted[2], at));
+      reciprocal = S(1) / by;
+    }
+    Values values;
+#pragma unroll
+    for (int v = 0; v < WIDTH; ++v) values.at[v] = narrow<T>(divided<T>(sum[v], by, reciprocal));
+    values.store(y);
+    y += args.inner;
   }
 }
 #else

@@ -31,7 +31,6 @@ struct TilesArgs {
   void* y;
   const void* indices;
   u64* bad;
-  int wide_indices;  // of 64 bits, else of 32
   int tile[3];
   int x_size[3];
   int y_size[3];
@@ -47,25 +46,25 @@ struct TilesArgs {
   double divisor, reciprocal;
 };
 
-// An element of a window: its value and its target, -1 for indices that are not in any plane.
+// An element of a window: its value and its target.
 struct Given {
-  T value = {};
-  int index = -1;
+  T value;
+  INDEX index;
 
   // What a position of the window receives.
   __device__ __forceinline__ T at(const TilesArgs& args, i64 position) const {
-    if constexpr (MODE != 0) return index == static_cast<int>(position) ? value : T{};
+    if constexpr (MODE != 0) return index == position ? value : T{};
     const S by = static_cast<S>(args.divisor), reciprocal = static_cast<S>(args.reciprocal);
     return narrow<T>(divided<T>(widen(value), by, reciprocal));
   }
 };
 
-__device__ __forceinline__ void check(const TilesArgs& args, int index, const int (&window)[3]) {
+__device__ __forceinline__ void check(const TilesArgs& args, i64 index, const int (&window)[3]) {
   if (MODE == 0 || args.bad == nullptr) return;
   const i64 plane = static_cast<i64>(args.y_size[0]) * args.y_size[1] * args.y_size[2];
   const bool exists = index >= 0 && index < plane;
   bool good = exists;
-  int rest = exists ? index : 0;
+  int rest = exists ? static_cast<int>(index) : 0;
 #pragma unroll
   for (int axis = 2; axis >= 0; --axis) {
     const int outer = divide(rest, args.by_size[axis]);
@@ -76,43 +75,34 @@ __device__ __forceinline__ void check(const TilesArgs& args, int index, const in
   if (!good) args.bad[MODE == 2 && exists] = 1;  // all writers write the same value
 }
 
-// Calls `load` with 0 of the type of indices in memory.
-template <class Load>
-__device__ __forceinline__ void with_indices(const TilesArgs& args, Load load) {
-  if (MODE != 0 && args.wide_indices) {
-    load(i64(0));
-  } else {
-    load(0);
-  }
-}
-template <class Index>
-__device__ __forceinline__ int within_planes(Index index) {
-  return index == static_cast<int>(index) ? static_cast<int>(index) : -1;
+__device__ __forceinline__ Given given(const TilesArgs& args, i64 at, bool there) {
+  Given found = {T{}, static_cast<INDEX>(-1)};
+  if (!there) return found;
+  found.value = static_cast<const T*>(args.x)[at];
+  if constexpr (MODE != 0) found.index = static_cast<const INDEX*>(args.indices)[at];
+  return found;
 }
 
 // Elements of adjacent windows.
-template <class Index, int kCount>
-__device__ __forceinline__ void load_given(const TilesArgs& args, i64 at, Given (&found)[kCount]) {
+template <int kCount>
+__device__ __forceinline__ void given_all(const TilesArgs& args, i64 at, bool there,
+                                          Given (&found)[kCount]) {
+#pragma unroll
+  for (int e = 0; e < kCount; ++e) found[e] = {T{}, static_cast<INDEX>(-1)};
+  if (!there) return;
   const auto values = Vector<T, kCount>::load(static_cast<const T*>(args.x) + at);
 #pragma unroll
   for (int e = 0; e < kCount; ++e) found[e].value = values.at[e];
   if constexpr (MODE != 0) {
-    constexpr int kAtOnce = kCount * sizeof(Index) >= 16 ? 16 / sizeof(Index) : kCount;
+    constexpr int kAtOnce = kCount * sizeof(INDEX) >= 16 ? 16 / sizeof(INDEX) : kCount;
 #pragma unroll
     for (int e = 0; e < kCount; e += kAtOnce) {
-      const Index* const from = static_cast<const Index*>(args.indices) + at + e;
-      const auto some = Vector<Index, kAtOnce>::load(from);
+      const INDEX* const from = static_cast<const INDEX*>(args.indices) + at + e;
+      const auto some = Vector<INDEX, kAtOnce>::load(from);
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) found[e + i].index = within_planes(some.at[i]);
+      for (int i = 0; i < kAtOnce; ++i) found[e + i].index = some.at[i];
     }
   }
-}
-template <int kCount>
-__device__ __forceinline__ void given(const TilesArgs& args, i64 at, bool there, Given (&found)[kCount]) {
-#pragma unroll
-  for (int e = 0; e < kCount; ++e) found[e] = {};
-  if (!there) return;
-  with_indices(args, [&](auto zero) { load_given<decltype(zero)>(args, at, found); });
 }
 
 }  // namespace
@@ -129,17 +119,16 @@ extern "C" __global__ void __launch_bounds__(128)
   int image = divide(static_cast<int>(element), args.by_tile);
   int position = static_cast<int>(element) - image * plane;
   Values values;
-  Given now[1];
-  given(args, first + image, true, now);
+  Given now = given(args, first + image, true);
 #pragma unroll
   for (int e = 0; e < WIDTH; ++e) {
     if (position == plane) {
       position = 0;
       ++image;
-      given(args, first + image, first + image < args.batch, now);
+      now = given(args, first + image, first + image < args.batch);
     }
-    if (position == 0 && element + e < end) check(args, now[0].index, {0, 0, 0});
-    values.at[e] = now[0].at(args, position);
+    if (position == 0 && element + e < end) check(args, now.index, {0, 0, 0});
+    values.at[e] = now.at(args, position);
     ++position;
   }
   T* const y = static_cast<T*>(args.y) + first * plane + element;
@@ -173,13 +162,9 @@ extern "C" __global__ void __launch_bounds__(128)
   constexpr int kWindows = WIDTH / EACH;
   const int own = column / EACH;
   Given found[TOGETHER][kWindows];
-  if (row_there) {
-    with_indices(args, [&](auto zero) {
 #pragma unroll
-      for (int p = 0; p < TOGETHER; ++p) {
-        load_given<decltype(zero)>(args, from + min(p, planes - 1) * sources + own, found[p]);
-      }
-    });
+  for (int p = 0; p < TOGETHER; ++p) {
+    given_all(args, from + min(p, planes - 1) * sources + own, row_there, found[p]);
   }
 #pragma unroll
   for (int p = 0; p < TOGETHER; ++p) {
@@ -208,20 +193,17 @@ extern "C" __global__ void __launch_bounds__(128)
     }
   }
   Given found[TOGETHER][WIDTH];
-  with_indices(args, [&](auto zero) {
-    using Index = decltype(zero);
 #pragma unroll
-    for (int p = 0; p < TOGETHER; ++p) {
-      const i64 plane = from + min(p, planes - 1) * sources;
+  for (int p = 0; p < TOGETHER; ++p) {
+    const i64 plane = from + min(p, planes - 1) * sources;
 #pragma unroll
-      for (int e = 0; e < WIDTH; ++e) {
-        found[p][e].value = static_cast<const T*>(args.x)[plane + offset[e]];
-        if constexpr (MODE != 0) {
-          found[p][e].index = within_planes(static_cast<const Index*>(args.indices)[plane + offset[e]]);
-        }
+    for (int e = 0; e < WIDTH; ++e) {
+      found[p][e].value = static_cast<const T*>(args.x)[plane + offset[e]];
+      if constexpr (MODE != 0) {
+        found[p][e].index = static_cast<const INDEX*>(args.indices)[plane + offset[e]];
       }
     }
-  });
+  }
 #pragma unroll
   for (int p = 0; p < TOGETHER; ++p) {
 #pragma unroll
@@ -229,7 +211,7 @@ extern "C" __global__ void __launch_bounds__(128)
       if (p < planes && (starts >> e & 1)) {
         check(args, found[p][e].index, {item.at[0], item.at[1], offset[e]});
       }
-      if (!(there >> e & 1)) found[p][e] = {};
+      if (!(there >> e & 1)) found[p][e] = {T{}, static_cast<INDEX>(-1)};
     }
   }
 #endif
@@ -270,7 +252,7 @@ extern "C" __global__ void __launch_bounds__(128)
                    (static_cast<i64>(item.at[0]) * args.x_size[1] + item.at[1]) * args.x_size[2] +
                    item.at[2];
   Given found[WIDTH];
-  given(args, from * args.inner + item.vector * WIDTH, there, found);
+  given_all(args, from * args.inner + item.vector * WIDTH, there, found);
 #pragma unroll
   for (int e = 0; e < WIDTH; ++e) {
     if (there && blockIdx.z == 0) check(args, found[e].index, item.at);

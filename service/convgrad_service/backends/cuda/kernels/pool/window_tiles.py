@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from convgrad.dtypes import FLOATING, DType
+from convgrad.dtypes import FLOATING, INDEX, DType
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES
 from convgrad_service.backends.cuda.kernels.pool.window_form import (
@@ -122,7 +122,6 @@ class WindowTiles(FromIndices[Tiles]):
         for i in range(3):
             args.by_items[i], args.by_size[i] = divider_of(items[i]), divider_of(form.y_size[i])
         args.inner, args.batch = form.inner, form.batch
-        args.wide_indices = work.index_dtype is DType.INT64
         args.by_vectors, args.by_tile = divider_of(vectors), divider_of(found.tile[2])
         threads = form.y_size[2] if kind == PLANES else vectors * prod(items)
         mode = SPREAD if work.kind == "sums" else MOVE if self._moves else ROUTE
@@ -139,19 +138,19 @@ class WindowTiles(FromIndices[Tiles]):
         grid = ceil_div(args.threads, BLOCK), ceil_div(batch, args.chunk), parts
         indices = None if mode == SPREAD else work.indices
         return Launch(
-            _instance(work.dtype, (kind, width, each, together), mode),
+            _instance(work.dtype, work.index_dtype, (kind, width, each, together), mode),
             grid,
             (BLOCK, 1, 1),
             pack(args, x=work.x, y=work.y, indices=indices, bad=bad),
         )
 
     def instances(self) -> Iterable[Instance]:
-        modes = (MOVE,) if self._moves else (SPREAD, ROUTE)
+        modes = ((MOVE, INDEX),) if self._moves else ((SPREAD, (DType.INT64,)), (ROUTE, INDEX))
         found = []
         for dtype in FLOATING:
             wide = CHUNK_BYTES // dtype.itemsize
             powers = [2**log for log in range(wide.bit_length())]
-            for mode in modes:
+            for mode, indices in modes:
                 shapes = [(CHANNELS, width, 0, 1) for width in widths(dtype)]
                 if mode != ROUTE:
                     shapes.append((PLANES, wide, 0, 1))
@@ -162,7 +161,9 @@ class WindowTiles(FromIndices[Tiles]):
                     for lines in (1, 2)
                 }
                 shapes += [(ROWS, *row) for row in sorted(rows)]
-                found += [_instance(dtype, shape, mode) for shape in shapes]
+                found += [
+                    _instance(dtype, index, shape, mode) for index in indices for shape in shapes
+                ]
         return found
 
 
@@ -175,11 +176,12 @@ def _together(dtype: DType, mode: int, width: int, each: int, lines: int) -> int
     return 1 if streams and lines > 1 else TOGETHER
 
 
-def _instance(dtype: DType, shape: tuple[int, ...], mode: int) -> Instance:
+def _instance(dtype: DType, index: DType, shape: tuple[int, ...], mode: int) -> Instance:
     kind, width, each, together = shape
     return Instance.of(
         "pool/window_tiles.cu",
         ELEMENT=dtype,
+        INDEX=index,
         KIND=kind,
         WIDTH=width,
         MODE=mode,
