@@ -26,7 +26,8 @@ SHAPES = ((1, 4), (2, 2), (3, 3))
 ANY = (0, 0)
 # Of windows each of whose lines is reduced once, and by how many they slide.
 ROLLING_LINES, ROLLING_STEPS = 3, (1, 2)
-# Windows larger than this are maxima of `window_reduce` unless positions are in many windows.
+# Windows of so many positions are left to others unless positions are in many windows, or lines are
+# small and blocks have whole planes.
 LARGE_WINDOW, MUCH_OVERLAP = 24, 4
 
 
@@ -42,12 +43,13 @@ class WindowPlanes(Solver[WindowWork, Tiled]):
         if work.kind == "routes":
             return "a gradient of maxima"
         form = WindowForm.of(work)
-        large = form.most_window >= LARGE_WINDOW and form.overlap <= MUCH_OVERLAP
-        if work.kind == "maxima" and large and _variant(work, form).shape == ANY:
-            return f"windows of {LARGE_WINDOW} positions or more with little overlap"
         tile = tiled(work, form, device)
         if isinstance(tile, str):
             return tile
+        large = form.most_window >= LARGE_WINDOW and form.overlap <= MUCH_OVERLAP
+        small = tile.whole and _variant(work, form).shape != ANY
+        if work.kind == "maxima" and large and not small:
+            return f"windows of {LARGE_WINDOW} positions or more with little overlap"
         if tile.planes * prod(form.y_size) > LARGEST:
             return "planes of too many positions"
         return form, tile
