@@ -46,7 +46,14 @@ __device__ __forceinline__ int2 range_of(const BoxArgs& args, const Box& box, in
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(kBoxThreads, 6)
+// More blocks hide more latency; compilers for other GPUs need more registers.
+#if __CUDA_ARCH__ == 900
+constexpr int kBlocks = 6;
+#else
+constexpr int kBlocks = 5;
+#endif
+
+extern "C" __global__ void __launch_bounds__(kBoxThreads, kBlocks)
     window_scatter(const __grid_constant__ BoxArgs args) {
   extern __shared__ __align__(16) unsigned char shared[];
   const WindowArgs& windows = args.windows;
