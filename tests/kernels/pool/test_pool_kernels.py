@@ -9,6 +9,7 @@ from convgrad.contract import OPERATIONS
 from convgrad.contract.base import validate
 from convgrad_service.backends.base import Backend
 from convgrad_service.backends.cuda.families import FAMILIES
+from convgrad_service.backends.cuda.kernels.pool import window_box
 from convgrad_service.plans.cuda.device import H200
 from convgrad_service.plans.cuda.planner import plan_for
 from convgrad_service.problems import problem_from
@@ -20,6 +21,7 @@ from tests.support.numerics.bounds import assert_same_bits
 from tests.support.numerics.cases import Case, maxpool_bwd, maxpool_fwd
 from tests.support.numerics.geometries import Pool
 from tests.support.numerics.oracle import expected
+from tests.support.numerics.pool_inputs import with_nans
 
 POOLS = {
     # adjacent 2x2 windows, in rows of whole vectors or not
@@ -133,6 +135,21 @@ def _compare(backend: Backend, seed: int, case: Case, dtype: str, *, odd: bool) 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_every_backend(backend: Backend, seed: int, case: Case, dtype: str, odd: bool) -> None:
     _compare(backend, seed, case, dtype, odd=odd)
+
+
+@pytest.mark.skipif(not works_here(), reason="the emulator is written for x86-64")
+@pytest.mark.parametrize("bytes", [1500, 3000], ids="shared memory {}".format)
+@pytest.mark.parametrize("name", ["lines_28", "lines_20", "strips_stride_2", "stacks", "any_9"])
+def test_emulated_maxima_of_parts_of_planes(
+    seed: int, monkeypatch: pytest.MonkeyPatch, name: str, bytes: int
+) -> None:
+    monkeypatch.setattr(window_box, "MOST_BYTES", dict.fromkeys(window_box.MOST_BYTES, bytes))
+    case = maxpool_fwd(name, POOLS[name])
+    tensors = draw(case, rng_for(seed, name), DTYPES["bfloat16"], with_nans)
+    wanted = expected(case.operation, tensors, case.params)
+    layout = with_layouts(case.ndim, grouped=False)[-2]
+    found = answers(EmulatedBackend(FAMILIES), case, tensors, layout)
+    check(found, wanted, "exact", f"seed {seed}, {case.id}")
 
 
 @pytest.mark.skipif(not works_here(), reason="the emulator is written for x86-64")

@@ -73,6 +73,21 @@ UNEVEN_AVERAGE: dict[str, tuple[Shape, Shape, dict[str, Any]]] = {
         (12, 13),
         {"kernel_size": 5, "stride": 1, "padding": 2, "count_include_pad": False},
     ),
+    "uneven_beyond_the_input": (
+        (3, 7),
+        (3, 4),
+        {"kernel_size": 5, "stride": 1, "padding": 2, "count_include_pad": False},
+    ),
+    "uneven_pairs": (
+        (1, 8),
+        (9, 7),
+        {"kernel_size": 2, "stride": 1, "padding": 1, "count_include_pad": False},
+    ),
+    "uneven_runs": (
+        (1, 8),
+        (19, 41),
+        {"kernel_size": 3, "stride": 1, "padding": 1, "count_include_pad": False},
+    ),
     "3d_uneven": (
         (1, 3),
         (5, 4, 6),

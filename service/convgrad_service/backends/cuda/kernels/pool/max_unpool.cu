@@ -57,15 +57,12 @@ extern "C" __global__ void __launch_bounds__(128)
 #pragma unroll
     for (int u = 0; u < kAtOnce; ++u) {
       const i64 at = first + u * kLanes + lane;
-      index[u] = -1;
-      if (at >= args.size) continue;
-      const i64 found = indices[at * args.inner];
-      values[u] = x[at * args.inner];
-      if (found >= 0 && found < args.plane) {
-        index[u] = static_cast<int>(found);
-      } else {
-        args.bad[0] = 1;
-      }
+      const bool there = at < args.size;
+      const i64 found = there ? static_cast<i64>(indices[at * args.inner]) : -1;
+      values[u] = there ? x[at * args.inner] : T{};
+      const bool good = found >= 0 && found < args.plane;
+      index[u] = good ? static_cast<int>(found) : -1;
+      if (there && !good) args.bad[0] = 1;
     }
 #pragma unroll
     for (int u = 0; u < kAtOnce; ++u) {

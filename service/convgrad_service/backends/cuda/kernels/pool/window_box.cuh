@@ -73,29 +73,37 @@ struct Box {
     const auto copy = [&](i64 from, int into, int length) {
       if (length <= 0) return;
       const int head = into % kChunk, chunks = (head + length + kChunk - 1) / kChunk;
-      const u32 target = shared_address(to) + (into - head) * static_cast<int>(sizeof(E));
-      const E* const source = static_cast<const E*>(tensor) + (from - head);
+      u32 target = shared_address(to) + (into - head) * static_cast<int>(sizeof(E));
+      const char* source = reinterpret_cast<const char*>(static_cast<const E*>(tensor) + (from - head));
+      // The tensor may end within the last chunk.
       const i64 left = all - (from - head);
-      for (int c = static_cast<int>(threadIdx.x); c < chunks; c += kBoxThreads) {
-        const int there = static_cast<int>(min(left - c * kChunk, static_cast<i64>(kChunk)));
-        cp_async<16>(target + c * 16, source + c * kChunk, there * static_cast<int>(sizeof(E)));
+      const int whole = left < static_cast<i64>(chunks) * kChunk ? chunks - 1 : chunks;
+      const int thread = static_cast<int>(threadIdx.x);
+      if (whole < chunks && thread == 0) {
+        const int rest = static_cast<int>(left) - whole * kChunk;
+        cp_async<16>(target + whole * 16, source + whole * 16, rest * static_cast<int>(sizeof(E)));
+      }
+      target += thread * 16;
+      source += thread * 16;
+#pragma unroll 4
+      for (int c = thread; c < whole; c += kBoxThreads) {
+        cp_async<16>(target, source);
+        target += kBoxThreads * 16;
+        source += kBoxThreads * 16;
       }
     };
-    if (args.whole) {
-      copy(begin, lead, planes * static_cast<int>(plane_size));
-    } else {
-      for (int part = 0; part < planes * extent[0]; ++part) {
-        const int p = part / extent[0], i0 = part - p * extent[0];
-        const i64 from = begin + p * plane_size + i0 * slice;
-        const int into = lead + p * args.pitch[0] + i0 * args.pitch[1];
-        if (!args.by_lines) {
-          copy(from, into, extent[1] * size[2]);
-          continue;
-        }
-        for (int i1 = 0; i1 < extent[1]; ++i1) {
-          copy(from + static_cast<i64>(i1) * size[2], into + i1 * args.pitch[2], extent[2]);
-        }
-      }
+    const int lines = args.by_lines ? extent[1] : 1, length = args.by_lines ? extent[2] : extent[1] * size[2];
+    const int segments = args.whole ? 1 : planes * extent[0] * lines;
+#pragma unroll 1
+    for (int segment = 0, p = 0, i0 = 0, i1 = 0; segment < segments; ++segment) {
+      copy(begin + p * plane_size + i0 * slice + static_cast<i64>(i1) * size[2],
+           lead + p * args.pitch[0] + i0 * args.pitch[1] + i1 * args.pitch[2],
+           args.whole ? planes * static_cast<int>(plane_size) : length);
+      if (++i1 < lines) continue;
+      i1 = 0;
+      if (++i0 < extent[0]) continue;
+      i0 = 0;
+      ++p;
     }
     cp_async_commit();
     return reinterpret_cast<const E*>(to) + lead;
@@ -108,8 +116,9 @@ struct Box {
            static_cast<i64>(base[1]) * windows.y_size[2] + base[2];
   }
 
-  // Stores element(cell) for each cell of the tile. Cells are in shared memory, lines y_pitch apart;
-  // the first one has the misalignment of y's element. Elements beside the tile stay as they are.
+  // Stores element(cell) for each cell of the tile of one plane, or of whole planes. Cells are in shared
+  // memory, lines y_pitch apart; the first one has the misalignment of y's element. Elements beside the
+  // tile stay as they are.
   template <class T, class Cell, class Element>
   __device__ __forceinline__ void store(const BoxArgs& args, const Cell* cells,
                                         Element element) const {
@@ -122,32 +131,33 @@ struct Box {
       const int chunks = (head + length + kChunk - 1) / kChunk;
       T* const target = static_cast<T*>(args.windows.y) + (to - head);
       at -= head;
-      for (int c = static_cast<int>(threadIdx.x); c < chunks; c += kBoxThreads) {
-        const int low = c * kChunk, high = low + kChunk;
-        if (low < head || high > head + length) {
-          for (int e = max(low, head); e < min(high, head + length); ++e) {
-            target[e] = element(cells[at + e]);
-          }
-          continue;
-        }
+      const int whole = (head + length) / kChunk;  // chunks up to the last whole one
+      const int thread = static_cast<int>(threadIdx.x);
+      // Of the chunks that the segment covers in part, an element for each thread.
+      for (int e = thread; e < 2 * kChunk; e += kBoxThreads) {
+        const int c = e < kChunk ? 0 : whole;
+        const int own = c * kChunk + e % kChunk;
+        const bool part = e < kChunk ? head > 0 : whole < chunks && (whole > 0 || head == 0);
+        if (part && own >= head && own < head + length) target[own] = element(cells[at + own]);
+      }
+#pragma unroll 2
+      for (int c = thread + (head > 0); c < whole; c += kBoxThreads) {
+        const int low = c * kChunk;
         Vector<T, kChunk> values;
 #pragma unroll
         for (int e = 0; e < kChunk; e += kCells) {
-          const auto some = Vector<Cell, kCells>::load(cells + at + low + e);
+          const auto part = Vector<Cell, kCells>::load(cells + at + low + e);
 #pragma unroll
-          for (int i = 0; i < kCells; ++i) values.at[e + i] = element(some.at[i]);
+          for (int i = 0; i < kCells; ++i) values.at[e + i] = element(part.at[i]);
         }
         values.store(target + low);
       }
     };
-    if (args.whole) {
-      copy(begin, 0, planes * size[0] * size[1] * size[2]);
-    } else if (!args.by_lines) {
-      copy(begin, 0, count[1] * size[2]);
-    } else {
-      for (int i = 0; i < count[1]; ++i) {
-        copy(begin + static_cast<i64>(i) * size[2], i * args.y_pitch, count[2]);
-      }
+    const int lines = args.by_lines ? count[1] : 1, length = args.by_lines ? count[2] : count[1] * size[2];
+#pragma unroll 1
+    for (int i = 0; i < (args.whole ? 1 : lines); ++i) {
+      copy(begin + static_cast<i64>(i) * size[2], i * args.y_pitch,
+           args.whole ? planes * size[0] * size[1] * size[2] : length);
     }
   }
 };

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, NamedTuple
@@ -29,10 +28,9 @@ MOST_BYTES = {"sums": 72 * 1024, "maxima": 72 * 1024, "routes": 56 * 1024}
 # Whole planes beyond those that a block needs are added up to here.
 ENOUGH_BYTES = {"sums": 40 * 1024, "maxima": 40 * 1024, "routes": 56 * 1024}
 # Blocks that keep a multiprocessor busy, and threads' items that keep a block busy.
-ENOUGH_BLOCKS = {"sums": 16, "maxima": 16, "routes": 4}
+ENOUGH_BLOCKS = {"sums": 8, "maxima": 8, "routes": 4}
 ENOUGH_ITEMS = 128
-# Windows of a line that a thread computes, for routes, and the most windows of a table.
-EACH = 4
+# The most windows of a table, for routes.
 MOST_COLUMNS = 512
 # Positions of a thread along axis 1.
 RUNS = (16, 8, 4, 2, 1)
@@ -108,7 +106,7 @@ class Tile:
         plane, slice, line = prod(form.x_size), prod(form.x_size[1:]), form.x_size[2]
         if self.whole:
             return plane, slice, line
-        chunk = CHUNK_BYTES // min(work.dtype.itemsize, work.index_dtype.itemsize)
+        chunk = _chunk(work)
         if self.by_lines:
             line = _pitch(self.box[2], line, chunk)
         slice = _pitch(self.box[1] * line, slice, chunk)
@@ -117,11 +115,7 @@ class Tile:
     def y_pitch(self, work: WindowWork, form: WindowForm) -> int:
         """Return the elements of y between lines."""
         line = form.y_size[2]
-        return (
-            _pitch(self.size[2], line, CHUNK_BYTES // work.dtype.itemsize)
-            if self.by_lines
-            else line
-        )
+        return _pitch(self.size[2], line, _chunk(work)) if self.by_lines else line
 
     def places(self, work: WindowWork, form: WindowForm) -> Places:
         """Return where the parts of shared memory are."""
@@ -137,7 +131,8 @@ class Tile:
         ranges = y + (room(outputs, wide) if routes else 0)
         weights = ranges + RANGE_BYTES * self.ranges(work, form)
         weight_bytes = wide if form.varying == "inputs" else 0
-        return Places(indices, y, ranges, weights, weights + weight_bytes * sum(self.box))
+        end = weights + weight_bytes * sum(self.box)
+        return Places(indices, y, ranges, weights, end)
 
     def ranges(self, work: WindowWork, form: WindowForm) -> int:
         """Return the windows of a table: those along axis 1, for routes also along axis 2."""
@@ -161,19 +156,12 @@ class Tile:
         axes = zip(form.windows, self.box, strict=True)
         args.phases[:] = [min(most_positions(axis), box) for axis, box in axes]
         args.in_phase[:] = [ceil_div(*pair) for pair in zip(self.box, args.phases, strict=True)]
-        args.lanes_log = self._lanes_log(args.in_phase)
         runs = self.size[0], ceil_div(self.size[1], args.run), self.size[2]
         sides = runs, args.tiles, args.in_phase, form.y_size
         targets = args.by_tile, args.by_tiles, args.by_phase, args.by_y_size
         for dividers, divisors in zip(targets, sides, strict=True):
             dividers[:] = [divider_of(divisor) for divisor in divisors]
         return args
-
-    def _lanes_log(self, in_phase: Sequence[int]) -> int:
-        """Return log2 of the threads of a line, for routes."""
-        slices, lines, windows = in_phase
-        lanes = max(ceil_div(windows, EACH), ceil_div(BOX_BLOCK, self.planes * slices * lines))
-        return (min(lanes, windows, BOX_BLOCK) - 1).bit_length()
 
     def tiles(self, form: WindowForm) -> list[int]:
         """Return the tiles of a plane along each axis."""
@@ -218,6 +206,11 @@ def _together(work: WindowWork) -> int:
 def _pitch(length: int, like: int, chunk: int) -> int:
     """Return a pitch for segments of ``length`` that is equal to ``like`` modulo a chunk."""
     return ceil_div(length + chunk, chunk) * chunk + like % chunk
+
+
+def _chunk(work: WindowWork) -> int:
+    """Return the most elements of the tensors in a chunk."""
+    return CHUNK_BYTES // min(work.dtype.itemsize, work.index_dtype.itemsize)
 
 
 def _covered(axis: WindowAxis, outputs: int) -> int:

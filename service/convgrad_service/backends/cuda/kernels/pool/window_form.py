@@ -20,7 +20,7 @@ from convgrad_service.plans.cuda.works import WindowWork
 from convgrad_service.problems.windows import WindowAxis
 
 __all__ = ["FromIndices", "WindowForm", "divider_of", "most_positions", "widths", "window_args"]
-__all__ += ["window_grid"]
+__all__ += ["range_of", "window_grid"]
 
 Axes = tuple[WindowAxis, ...]
 C = TypeVar("C")
@@ -42,7 +42,8 @@ def divider_of(by: int) -> Any:
     return Divider(*divider(by))
 
 
-def _range_of(axis: WindowAxis) -> Any:
+def range_of(axis: WindowAxis) -> Any:
+    """Return the kernels' form of the windows along an axis."""
     unit = axis.unit
     whole, step = divmod(axis.step, unit)
     found = WindowRange(whole, step, axis.first, axis.last, axis.low, axis.high, divider_of(unit))
@@ -207,8 +208,8 @@ def window_args(form: WindowForm, width: int, items: Sequence[int]) -> Any:
     """
     args = WindowArgs()
     for i in range(3):
-        args.window[i] = _range_of(form.windows[i])
-        args.counted[i] = _range_of(form.counted[i])
+        args.window[i] = range_of(form.windows[i])
+        args.counted[i] = range_of(form.counted[i])
         args.by_items[i] = divider_of(items[i])
     args.x_size[:], args.y_size[:] = form.x_size, form.y_size
     args.x_plane, args.inner, args.batch = prod(form.x_size), form.inner, form.batch

@@ -8,6 +8,7 @@
 // Block: 128 threads; shared memory: none. Deterministic. Grid: y = chunks of the
 // batch. Preconditions: aligned vectors; windows contain a position.
 // Index limits: planes and a chunk's threads below 2^31; offsets in 64 bits.
+#include "pool/maximum.cuh"
 #include "pool/windows.cuh"
 
 using namespace convgrad;
@@ -20,18 +21,11 @@ using Values = Vector<T, WIDTH>;
 
 // Running maxima of WIDTH windows.
 struct Most {
-  Values stored;  // the element itself, so that a NaN keeps its bits
-  int where[WIDTH];
+  Maximum<T> of[WIDTH];
 
   __device__ __forceinline__ void take(const Values& values, int position, bool first) {
 #pragma unroll
-    for (int v = 0; v < WIDTH; ++v) {
-      const S found = widen(values.at[v]);
-      if (first || found > widen(stored.at[v]) || found != found) {
-        stored.at[v] = values.at[v];
-        where[v] = position;
-      }
-    }
+    for (int v = 0; v < WIDTH; ++v) of[v].take(values.at[v], position, first);
   }
 };
 
@@ -99,6 +93,13 @@ extern "C" __global__ void __launch_bounds__(128, 4)
   const i64 position =
       (static_cast<i64>(item.at[0]) * args.y_size[1] + item.at[1]) * args.y_size[2] + item.at[2];
   const i64 to = (item.group * outputs + position) * args.inner + item.vector * WIDTH;
-  if (args.y != nullptr) most.stored.store(static_cast<T*>(args.y) + to);
-  store_positions(args, lead, to, most.where, args.inner / WIDTH % 2 == 0);
+  Values values;
+  int where[WIDTH];
+#pragma unroll
+  for (int v = 0; v < WIDTH; ++v) {
+    values.at[v] = most.of[v].element();
+    where[v] = most.of[v].where;
+  }
+  if (args.y != nullptr) values.store(static_cast<T*>(args.y) + to);
+  store_positions(args, lead, to, where, args.inner / WIDTH % 2 == 0);
 }

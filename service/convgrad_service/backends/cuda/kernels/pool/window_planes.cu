@@ -7,16 +7,19 @@
 // numbers than their positions.
 //
 // A block computes a tile of y from the box of x that its windows cover (window_box.cuh). A thread
-// computes `run` adjacent positions of y along axis 1 in kTogether planes. If windows have at most
-// LINES by TAPS positions along the last two axes, it reduces each line of x once, in all slices, and
-// keeps the last LINES results; for maxima, windows must then be in one slice. Adjacent threads have
-// adjacent columns.
+// computes `run` adjacent positions of y along axis 1 in kTogether planes; beyond the last plane, those
+// are the first again. Adjacent threads have adjacent columns.
+// LINES, TAPS: windows have at most so many positions along the last two axes. 0: windows of any size.
+// ROLLING: one slice, and windows of LINES lines that slide by so many of them; else 0. A line is reduced
+// once, for all windows of a run that contain it.
 // SIMPLE: one slice, and windows that slide by whole positions.
 // Block: 256 threads. Dynamic shared memory: the box of x, the windows along axis 1 of the tile, with
-// WEIGHTED a weight per column, line and slice of the box. Deterministic: the order of additions
-// follows from the windows, however the tile is chosen. Relies on windows that contain a position for
-// maxima. Index limits: planes, and elements of a tile, below 2^31; offsets in 64 bits.
+// WEIGHTED a weight per column, line and slice of the box. Deterministic: the order of
+// additions follows from the windows, however the tile is chosen. Relies on windows that contain a
+// position for maxima. Index limits: planes, and elements of a tile, below 2^31; offsets in 64 bits.
+#include "pool/maximum.cuh"
 #include "pool/window_box.cuh"
+#include "ptx/shared_element.cuh"
 
 using namespace convgrad;
 
@@ -24,31 +27,38 @@ namespace {
 
 using T = ELEMENT;
 using S = ElementAccumulator<T>;
-constexpr int kTogether = sizeof(T) == 8 ? 2 : 4;
+// Maxima that are kept take many registers.
+constexpr int kBytes = sizeof(T), kTogether = kBytes == 8 || (MAXIMA && ROLLING) ? 2 : 4;
 
 #if MAXIMA
-// The element that is a maximum, so that a NaN keeps its bits, and its position; -1: none.
 struct Part {
-  T stored = narrow<T>(S(0));
-  int where = -1;
+  Maximum<T> most;
 
   // Elements come in the order of their positions.
-  __device__ __forceinline__ void take(T element, int position) {
-    const S found = widen(element);
-    if (where >= 0 && !(found > widen(stored)) && found == found) return;
-    stored = element;
-    where = position;
+  __device__ __forceinline__ void take(T element, int position, S, bool begins, bool wanted) {
+    most.take(element, position, begins, wanted);
   }
-  __device__ __forceinline__ void meet(const Part& part, S) {
-    if (part.where >= 0) take(part.stored, part.where);
+  __device__ __forceinline__ void meet(const Part& part, S, bool begins) {
+    most.meet(part.most, begins);
   }
 };
 #else
+// A sum, of which any zero counts as positive.
 struct Part {
   S value = S(0);
 
-  __device__ __forceinline__ void meet(const Part& part, S weight) {
-    value = WEIGHTED ? multiply_add(part.value, weight, value) : value + part.value;
+  __device__ __forceinline__ void add(S term, S weight, bool begins, bool wanted) {
+    if (begins) {
+      value = WEIGHTED ? term * weight : term;
+    } else if (wanted) {
+      value = WEIGHTED ? multiply_add(term, weight, value) : value + term;
+    }
+  }
+  __device__ __forceinline__ void take(T element, int, S weight, bool begins, bool wanted) {
+    add(widen(element), weight, begins, wanted);
+  }
+  __device__ __forceinline__ void meet(const Part& part, S weight, bool begins) {
+    add(part.value, weight, begins, true);
   }
 };
 #endif
@@ -57,58 +67,61 @@ struct Part {
 struct Parts {
   Part of[kTogether];
 
-  __device__ __forceinline__ void meet(const Parts& parts, S weight) {
+  // Adds the part of a line, for windows' first ones or for later ones.
+  __device__ __forceinline__ void meet(const Parts& parts, S weight, bool begins) {
 #pragma unroll
-    for (int p = 0; p < kTogether; ++p) of[p].meet(parts.of[p], weight);
+    for (int p = 0; p < kTogether; ++p) of[p].meet(parts.of[p], weight, begins);
   }
 };
 
-// What a thread reads.
+// What a thread reads: the columns [start, start + taps) of the box.
 struct Column {
-  const T* x;  // the first line of its first slice in the box, in the first plane
-  int start0, stop0, start2, stop2;
-  int plane_pitch, slice_pitch, line_pitch;
+  u32 x[kTogether];  // of each plane, the first element of the first line, in shared memory
+  int taps;
+  int slice_pitch, line_pitch;  // bytes
   int slice_size, line_size, first;  // of x, for positions in the plane
 #if WEIGHTED
-  const S* weights;        // of columns
+  const S* weights;        // of these columns
   const S* slice_weights;
 #endif
 
-  // The part of a line in the window, in the slices [first0, last0).
+  __device__ __forceinline__ void advance(int lines) {
+#pragma unroll
+    for (int p = 0; p < kTogether; ++p) convgrad::advance(x[p], lines * line_pitch);
+    first += lines * line_size;
+  }
+  // The part of a line, in the slices [first0, last0).
   __device__ __forceinline__ Parts line(int at, int first0, int last0) const {
+    constexpr bool kBegins = SIMPLE || MAXIMA;
     Parts parts;
 #pragma unroll 1
-    for (int i0 = first0; i0 < (SIMPLE ? first0 + 1 : last0); ++i0) {
-      const T* from[kTogether];
-#pragma unroll
-      for (int p = 0; p < kTogether; ++p) {
-        from[p] = x + p * plane_pitch + i0 * slice_pitch + at * line_pitch + start2;
-      }
-      [[maybe_unused]] const int position = first + i0 * slice_size + at * line_size + start2;
+    for (int slice = first0; slice < (SIMPLE ? first0 + 1 : last0); ++slice) {
+      const int offset = slice * slice_pitch + at * line_pitch;
+      [[maybe_unused]] const int position = first + slice * slice_size + at * line_size;
+      [[maybe_unused]] S by_slice = S(1);
+#if WEIGHTED
+      by_slice = slice_weights[slice];
+#endif
       const auto tap = [&](int t) {
+        const bool begins = kBegins && t == 0, wanted = begins || t < taps;
+        S weight = S(1);
+#if WEIGHTED
+        weight = SIMPLE ? weights[t] : weights[t] * by_slice;
+#endif
 #pragma unroll
         for (int p = 0; p < kTogether; ++p) {
-          Part& part = parts.of[p];
-          const T element = from[p][t];
-#if MAXIMA
-          part.take(element, position + t);
-#elif WEIGHTED
-          const S weight = weights[start2 + t] * slice_weights[i0];
-          part.value = multiply_add(widen(element), weight, part.value);
-#else
-          part.value += widen(element);
-#endif
+          const T element = element_at<T>(x[p] + offset + t * kBytes);
+          parts.of[p].take(element, position + t, weight, begins, wanted);
         }
       };
-      const int taps = stop2 - start2;
 #if TAPS
+      // What follows the last line of the box is in shared memory too.
 #pragma unroll
-      for (int t = 0; t < TAPS; ++t) {
-        if (t < taps) tap(t);
-      }
+      for (int t = 0; t < TAPS; ++t) tap(t);
 #else
+      tap(0);
 #pragma unroll 2
-      for (int t = 0; t < taps; ++t) tap(t);
+      for (int t = 1; t < taps; ++t) tap(t);
 #endif
     }
     return parts;
@@ -122,13 +135,15 @@ extern "C" __global__ void __launch_bounds__(kBoxThreads, sizeof(T) == 8 ? 3 : 4
   extern __shared__ __align__(16) unsigned char shared[];
   const WindowArgs& windows = args.windows;
   const Box box(args);
-  const T* const x = box.load<T>(args, windows.x, shared);
+  const u32 x = shared_address(box.load<T>(args, windows.x, shared));
+#if !ROLLING
   int2* const ranges = reinterpret_cast<int2*>(shared + args.ranges_at);
   for (int i = static_cast<int>(threadIdx.x); i < box.count[1]; i += kBoxThreads) {
     const int o = box.base[1] + i;
     ranges[i] = make_int2(window_start<SIMPLE>(windows.window[1], o) - box.first[1],
                           window_stop<SIMPLE>(windows.window[1], o) - box.first[1]);
   }
+#endif
 #if WEIGHTED
   S* weights = reinterpret_cast<S*>(shared + args.weights_at);
 #pragma unroll
@@ -145,7 +160,9 @@ extern "C" __global__ void __launch_bounds__(kBoxThreads, sizeof(T) == 8 ? 3 : 4
   const int runs = (args.tile[1] + windows.run - 1) / windows.run;
   const int groups = (box.planes + kTogether - 1) / kTogether;
   const int items = groups * args.tile[0] * runs * args.tile[2];
+  // Elements of y are numbered from the block's first plane on.
   const i64 outputs = static_cast<i64>(windows.y_size[0]) * windows.y_size[1] * windows.y_size[2];
+  const i64 begin = box.plane * outputs;
   for (int item = static_cast<int>(threadIdx.x); item < items; item += kBoxThreads) {
     const int above = divide(item, args.by_tile[2]), at2 = item - above * args.tile[2];
     const int outer = divide(above, args.by_tile[1]), at1 = (above - outer * runs) * windows.run;
@@ -153,87 +170,160 @@ extern "C" __global__ void __launch_bounds__(kBoxThreads, sizeof(T) == 8 ? 3 : 4
     const int at0 = outer - group * args.tile[0], plane = group * kTogether;
     if (at0 >= box.count[0] || at1 >= box.count[1] || at2 >= box.count[2]) continue;
     const int o0 = box.base[0] + at0, o2 = box.base[2] + at2;
+    const int start0 = SIMPLE ? 0 : window_start(windows.window[0], o0) - box.first[0];
+    const int stop0 = SIMPLE ? 1 : window_stop(windows.window[0], o0) - box.first[0];
+    const int start2 = window_start<SIMPLE>(windows.window[2], o2) - box.first[2];
     Column column;
-    column.start0 = SIMPLE ? 0 : window_start(windows.window[0], o0) - box.first[0];
-    column.stop0 = SIMPLE ? 1 : window_stop(windows.window[0], o0) - box.first[0];
-    column.start2 = window_start<SIMPLE>(windows.window[2], o2) - box.first[2];
-    column.stop2 = window_stop<SIMPLE>(windows.window[2], o2) - box.first[2];
-    column.plane_pitch = args.pitch[0];
-    column.slice_pitch = args.pitch[1];
-    column.line_pitch = args.pitch[2];
-    column.x = x + plane * args.pitch[0];
+    column.taps = window_stop<SIMPLE>(windows.window[2], o2) - box.first[2] - start2;
+    column.slice_pitch = args.pitch[1] * kBytes;
+    column.line_pitch = args.pitch[2] * kBytes;
     column.line_size = windows.x_size[2];
     column.slice_size = windows.x_size[1] * windows.x_size[2];
     column.first = (box.first[0] * windows.x_size[1] + box.first[1]) * windows.x_size[2] +
-                   box.first[2];
+                   box.first[2] + start2;
 #if WEIGHTED
-    column.weights = reinterpret_cast<S*>(shared + args.weights_at);
-    const S* const line_weights = column.weights + args.box[2];
+    const S* const column_weights = reinterpret_cast<const S*>(shared + args.weights_at);
+    const S* const line_weights = column_weights + args.box[2];
+    column.weights = column_weights + start2;
     column.slice_weights = line_weights + args.box[1];
 #endif
+    u32 target[kTogether];  // of each plane
+    const int position = (o0 * windows.y_size[1] + box.base[1] + at1) * windows.y_size[2] + o2;
+#pragma unroll
+    for (int p = 0; p < kTogether; ++p) {
+      const int own = plane + p < box.planes ? plane + p : plane;
+      column.x[p] = x + (own * args.pitch[0] + start2) * kBytes;
+      target[p] = static_cast<u32>(own * outputs) + position;
+    }
+    T* const y = static_cast<T*>(windows.y) + begin;
     const int end = min(at1 + windows.run, box.count[1]);
-    int position = (o0 * windows.y_size[1] + box.base[1] + at1) * windows.y_size[2] + o2;
-    const i64 to = (box.plane + plane) * outputs;
-#if LINES
-    Parts kept[LINES];
-    int next = 0;
-#endif
-    for (int i = at1; i < end; ++i, position += windows.y_size[2]) {
-      const int2 range = ranges[i];
-      Parts total;
-#if LINES
-      next = max(next, range.x);
-#pragma unroll 1
-      for (; next < range.y; ++next) {
-#pragma unroll
-        for (int l = 1; l < LINES; ++l) kept[l - 1] = kept[l];
-        kept[LINES - 1] = column.line(next, column.start0, column.stop0);
-      }
-#pragma unroll
-      for (int l = 0; l < LINES; ++l) {
-        const int line = range.y - LINES + l;
-        S weight = S(1);
-#if WEIGHTED
-        if (line >= range.x) weight = line_weights[line];
-#endif
-        if (line >= range.x) total.meet(kept[l], weight);
-      }
-#else
-      for (int i0 = column.start0; i0 < column.stop0; ++i0) {
-        for (int line = range.x; line < range.y; ++line) {
-          S weight = S(1);
-#if WEIGHTED
-          weight = line_weights[line];
-#endif
-          total.meet(column.line(line, i0, i0 + 1), weight);
-        }
-      }
-#endif
-#if !MAXIMA
-      const DividedBy<T, SIMPLE> division(windows, o0, box.base[1] + i, o2);
-#endif
-#if MAXIMA && !LINES
+#if MAXIMA
+    const auto finish = [&](int, Parts& total) {
+#if !LINES
       if (windows.carried != nullptr) {
 #pragma unroll
         for (int p = 0; p < kTogether; ++p) {
-          if (plane + p >= box.planes) break;
-          const i64 lead = static_cast<i64>(box.plane + plane + p) * windows.x_plane;
-          total.of[p].where = windows.carried[lead + total.of[p].where];
+          const i64 own = box.plane + (plane + p < box.planes ? plane + p : plane);
+          int& where = total.of[p].most.where;
+          where = windows.carried[own * windows.x_plane + where];
         }
       }
 #endif
+      if (windows.y != nullptr) {
+#pragma unroll
+        for (int p = 0; p < kTogether; ++p) y[target[p]] = total.of[p].most.element();
+      }
+      if (windows.indices != nullptr && windows.wide_indices) {
+        i64* const places = static_cast<i64*>(windows.indices) + begin;
+#pragma unroll
+        for (int p = 0; p < kTogether; ++p) places[target[p]] = total.of[p].most.where;
+      } else if (windows.indices != nullptr) {
+        int* const places = static_cast<int*>(windows.indices) + begin;
+#pragma unroll
+        for (int p = 0; p < kTogether; ++p) places[target[p]] = total.of[p].most.where;
+      }
+#pragma unroll
+      for (int p = 0; p < kTogether; ++p) advance(target[p], windows.y_size[2]);
+    };
+#else
+    DividedBy<T, SIMPLE> division(windows, o0, box.base[1] + at1, o2);
+    int size1 = window_size<SIMPLE>(windows.counted[1], box.base[1] + at1);
+    const auto finish = [&](int i, const Parts& total) {
+      if (windows.by_outputs) {
+        const int size = window_size<SIMPLE>(windows.counted[1], box.base[1] + i);
+        if (size != size1) division = DividedBy<T, SIMPLE>(windows, o0, box.base[1] + i, o2);
+        size1 = size;
+      }
 #pragma unroll
       for (int p = 0; p < kTogether; ++p) {
-        if (plane + p >= box.planes) break;
-        const Part& part = total.of[p];
-        const i64 own = to + p * outputs + position;
-#if MAXIMA
-        if (windows.indices != nullptr) static_cast<INDEX*>(windows.indices)[own] = part.where;
-        if (windows.y != nullptr) static_cast<T*>(windows.y)[own] = part.stored;
-#else
-        static_cast<T*>(windows.y)[own] = narrow<T>(division(part.value));
+        const S sum = total.of[p].value;
+        // A sum of negative zeros is zero: that of a product with it, as of `divided`'s corrections.
+        const S mean = sizeof(T) == 2 ? multiply_add(sum, division.reciprocal, S(0)) : division(sum);
+        y[target[p]] = narrow<T>(mean);
+        advance(target[p], windows.y_size[2]);
+      }
+    };
 #endif
+#if ROLLING
+    const WindowRange& sliding = windows.window[1];
+    // The next line of the box, and how many there are, both from the first one that exists.
+    int next = (box.base[1] + at1) * ROLLING + sliding.first - sliding.low;
+    const int lines = column.taps > 0 ? sliding.high - sliding.low : 0;
+    column.advance((MAXIMA ? max(next, 0) : next) + sliding.low - box.first[1]);
+    Parts kept[LINES];
+    S weights[LINES];
+    const auto keep = [&](int as) {
+#if MAXIMA
+      // Beside the lines that exist, the nearest of them, which is in the window as well.
+      kept[as] = column.line(0, 0, 1);
+      if (next >= 0 && next + 1 < lines) column.advance(1);
+#else
+      if (static_cast<u32>(next) < static_cast<u32>(lines)) {
+        kept[as] = column.line(0, 0, 1);
+      } else {
+        kept[as] = {};
+      }
+      column.advance(1);
+      weights[as] = S(1);
+#if WEIGHTED
+      if (static_cast<u32>(next) < static_cast<u32>(lines)) {
+        weights[as] = line_weights[next + sliding.low - box.first[1]];
+      }
+#endif
+#endif
+      ++next;
+    };
+#pragma unroll
+    for (int l = 0; l + ROLLING < LINES; ++l) keep(l);
+    for (int i = at1; i < end;) {
+#pragma unroll
+      for (int turn = 0; turn < LINES; ++turn) {
+        if (i >= end) break;
+#pragma unroll
+        for (int l = LINES - ROLLING; l < LINES; ++l) keep((turn * ROLLING + l) % LINES);
+        Parts total;
+#pragma unroll
+        for (int l = 0; l < LINES; ++l) {
+          const int own = (turn * ROLLING + l) % LINES;
+          total.meet(kept[own], weights[own], l == 0);
+        }
+        finish(i++, total);
       }
     }
+#else
+    for (int i = at1; i < end; ++i) {
+      const int2 range = ranges[i];
+      Parts total;
+      [[maybe_unused]] const auto weight_of = [&](int line) {
+#if WEIGHTED
+        return line_weights[line];
+#else
+        return S(1);
+#endif
+      };
+#if LINES
+      // Maxima come in the order of their positions; sums are of lines in all slices.
+#pragma unroll 1
+      for (int i0 = start0; i0 < (SIMPLE || !MAXIMA ? start0 + 1 : stop0); ++i0) {
+#pragma unroll
+        for (int l = 0; l < LINES; ++l) {
+          const int line = range.x + l;
+          const bool begins = l == 0 && (SIMPLE || !MAXIMA || i0 == start0);
+          if (!(MAXIMA && l == 0) && (line >= range.y || column.taps <= 0)) continue;
+          total.meet(column.line(line, i0, MAXIMA ? i0 + 1 : stop0), weight_of(line), begins);
+        }
+      }
+#else
+      for (int i0 = start0; i0 < stop0; ++i0) {
+        for (int line = range.x; line < range.y; ++line) {
+          if (!MAXIMA && column.taps <= 0) continue;
+          const bool begins = MAXIMA && i0 == start0 && line == range.x;
+          total.meet(column.line(line, i0, i0 + 1), weight_of(line), begins);
+        }
+      }
+#endif
+      finish(i, total);
+    }
+#endif
   }
 }

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import prod
+from typing import NamedTuple
 
-from convgrad.dtypes import FLOATING, INDEX, DType
+from convgrad.dtypes import FLOATING, DType
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.pool.window_box import BOX_BLOCK, Tile, tiled
-from convgrad_service.backends.cuda.kernels.pool.window_form import WindowForm, most_positions
+from convgrad_service.backends.cuda.kernels.pool.window_form import (
+    LARGEST,
+    WindowForm,
+    most_positions,
+)
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.families import Solver
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch
@@ -15,10 +21,13 @@ from convgrad_service.plans.cuda.works import WindowWork
 
 __all__ = ["WindowPlanes"]
 
-# (LINES, TAPS) of windows whose lines are reduced once; the first that fits is used.
+# (LINES, TAPS) of windows; the first that fits is used.
 SHAPES = ((1, 4), (2, 2), (3, 3))
 ANY = (0, 0)
-# Windows larger than this are maxima of `window_reduce` unless positions are in many windows.
+# Of windows each of whose lines is reduced once, and by how many they slide.
+ROLLING_LINES, ROLLING_STEPS = 3, (1, 2)
+# Windows of so many positions are left to others unless positions are in many windows, or lines are
+# small and blocks have whole planes.
 LARGE_WINDOW, MUCH_OVERLAP = 24, 4
 
 
@@ -34,20 +43,27 @@ class WindowPlanes(Solver[WindowWork, Tiled]):
         if work.kind == "routes":
             return "a gradient of maxima"
         form = WindowForm.of(work)
-        large = form.most_window >= LARGE_WINDOW and form.overlap <= MUCH_OVERLAP
-        if work.kind == "maxima" and large:
-            return f"windows of {LARGE_WINDOW} positions or more with little overlap"
         tile = tiled(work, form, device)
-        return tile if isinstance(tile, str) else (form, tile)
+        if isinstance(tile, str):
+            return tile
+        large = form.most_window >= LARGE_WINDOW and form.overlap <= MUCH_OVERLAP
+        small = tile.whole and _variant(work, form).shape != ANY
+        if work.kind == "maxima" and large and not small:
+            return f"windows of {LARGE_WINDOW} positions or more with little overlap"
+        if tile.planes * prod(form.y_size) > LARGEST:
+            return "planes of too many positions"
+        return form, tile
 
     def fragment(self, work: WindowWork, device: CudaDevice, config: Tiled) -> Fragment:
         form, tile = config
+        arguments = tile.arguments(work, form)
+        arguments.windows.wide_indices = work.index_dtype is DType.INT64
         launch = Launch(
-            _instance(work.dtype, work.index_dtype, *_variant(work, form)),
+            _instance(work.dtype, _variant(work, form)),
             (tile.blocks(form), 1, 1),
             (BOX_BLOCK, 1, 1),
             pack(
-                tile.arguments(work, form),
+                arguments,
                 x=work.x,
                 y=work.y,
                 indices=work.indices,
@@ -58,39 +74,53 @@ class WindowPlanes(Solver[WindowWork, Tiled]):
         return Fragment(self.name, (launch,))
 
     def instances(self) -> Iterable[Instance]:
-        return [
-            _instance(dtype, index, shape, simple, maxima, weighted)
-            for dtype in FLOATING
+        variants = [
+            _Variant(shape, simple, rolling, maxima, weighted)
             for shape in (*SHAPES, ANY)
-            for simple in (True, False)
-            for index, maxima, weighted in (
-                *((index, True, False) for index in INDEX),
-                *((DType.INT64, False, weighted) for weighted in (False, True)),
-            )
+            for simple, rolling in ((False, 0), *((True, step) for step in (0, *ROLLING_STEPS)))
+            for maxima, weighted in ((True, False), (False, False), (False, True))
         ]
+        chosen = dict.fromkeys(variant.compiled() for variant in variants)
+        return [_instance(dtype, variant) for dtype in FLOATING for variant in chosen]
 
 
-def _variant(work: WindowWork, form: WindowForm) -> tuple[tuple[int, int], bool, bool, bool]:
-    """Return (LINES, TAPS), and whether the kernel is SIMPLE, MAXIMA and WEIGHTED."""
-    slices, lines, taps = map(most_positions, form.windows)
+class _Variant(NamedTuple):
+    """The macros of a kernel but its type."""
+
+    shape: tuple[int, int]
+    simple: bool
+    rolling: int
+    maxima: bool
+    weighted: bool
+
+    def compiled(self) -> _Variant:
+        """Return what is compiled for it: several are rare and run as a more general one."""
+        lines, _ = self.shape
+        rolls = self.shape == (ROLLING_LINES, ROLLING_LINES) and self.rolling in ROLLING_STEPS
+        rolling = self.rolling if rolls else 0
+        simple = self.simple and lines > 0 and (rolling > 0 or not self.weighted)
+        return self._replace(simple=simple, rolling=rolling)
+
+
+def _variant(work: WindowWork, form: WindowForm) -> _Variant:
+    _, lines, taps = map(most_positions, form.windows)
     maxima = work.kind == "maxima"
     fitting = (shape for shape in SHAPES if lines <= shape[0] and taps <= shape[1])
-    whole = maxima and (slices > 1 or work.carried is not None)
-    shape = ANY if whole else next(fitting, ANY)
+    shape = ANY if work.carried is not None else next(fitting, ANY)
     simple = form.is_simple(form.windows, form.counted)
-    return shape, simple, maxima, form.varying == "inputs"
+    along = form.windows[1]
+    rolling = along.step if simple and along.last - along.first == ROLLING_LINES else 0
+    return _Variant(shape, simple, rolling, maxima, form.varying == "inputs").compiled()
 
 
-def _instance(
-    dtype: DType, index: DType, shape: tuple[int, int], simple: bool, maxima: bool, weighted: bool
-) -> Instance:
+def _instance(dtype: DType, variant: _Variant) -> Instance:
     return Instance.of(
         "pool/window_planes.cu",
         ELEMENT=dtype,
-        INDEX=index,
-        LINES=shape[0],
-        TAPS=shape[1],
-        SIMPLE=simple,
-        MAXIMA=maxima,
-        WEIGHTED=weighted,
+        LINES=variant.shape[0],
+        TAPS=variant.shape[1],
+        SIMPLE=variant.simple,
+        ROLLING=variant.rolling,
+        MAXIMA=variant.maxima,
+        WEIGHTED=variant.weighted,
     )

@@ -86,7 +86,9 @@ class WindowReduce(Solver[WindowWork, WindowForm]):
             along = [2**log for log in range(wide.bit_length())]
             for maxima, line in product((False, True), (False, True)):
                 for width, lanes in product((1,) if maxima else along, LANES):
-                    yield _instance(dtype, width, False, lanes, line, maxima=maxima)
+                    # Those of lines are at least half as large, see `_lanes`.
+                    if line or 8 * width * 2 * lanes > LEAST_OF_LINES:
+                        yield _instance(dtype, width, False, lanes, line, maxima=maxima)
                 for width, lanes in product(widths(dtype), LANES_LAST):
                     yield _instance(dtype, width, True, lanes, line, maxima=maxima)
 

@@ -8,9 +8,8 @@
 // (window_box.cuh), lets one thread for each window add to the cell of its index, and stores the
 // cells. A position is in at most `phases` adjacent windows along each axis; windows whose numbers are
 // equal modulo `phases` are added between two barriers, so no two threads have the same cell.
-// 2^lanes_log adjacent threads add the windows of a line. With MOVE a cell is the number of the last
-// window. SIMPLE: planes of one slice, and windows that
-// slide by whole positions.
+// With MOVE a cell is the number of the last window. SIMPLE: planes of one slice, and windows that slide
+// by whole positions.
 // Block: 256 threads. Dynamic shared memory: x, indices, cells, unless SIMPLE the ranges of
 // windows along axes 1 and 2. Deterministic, no atomics: the order
 // of additions follows from the windows' numbers. Memory-safe for any index. Index limits: planes, and
@@ -44,11 +43,17 @@ __device__ __forceinline__ int2 range_of(const BoxArgs& args, const Box& box, in
   const int window = box.first[axis] + o;
   return make_int2(window_start<SIMPLE>(range, window), window_stop<SIMPLE>(range, window));
 }
-__device__ __forceinline__ bool within(int i, int2 range) { return i >= range.x && i < range.y; }
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(kBoxThreads, 6)
+// More blocks hide more latency; compilers for other GPUs need more registers.
+#if __CUDA_ARCH__ == 900
+constexpr int kBlocks = 6;
+#else
+constexpr int kBlocks = 5;
+#endif
+
+extern "C" __global__ void __launch_bounds__(kBoxThreads, kBlocks)
     window_scatter(const __grid_constant__ BoxArgs args) {
   extern __shared__ __align__(16) unsigned char shared[];
   const WindowArgs& windows = args.windows;
@@ -78,42 +83,50 @@ extern "C" __global__ void __launch_bounds__(kBoxThreads, 6)
 
   const int size1 = windows.y_size[1], size2 = windows.y_size[2];
   const int plane_size = windows.y_size[0] * size1 * size2;
+  // The positions of a plane in the tile; unless `by_lines`, they are adjacent.
+  const int tile_first = (box.base[0] * size1 + box.base[1]) * size2;
+  const int tile_size = args.whole ? plane_size : box.count[1] * size2;
+  // Adds a window to the cell of its index; false if that is not in the window.
+  const auto add = [&](int plane, int own, int2 range0, int2 range1, int2 range2) {
+    const INDEX index = indices[own];
+    if (sizeof(INDEX) > 4 && static_cast<i64>(index) >> 32 != 0) return false;
+    // From the first position of the window; all of its lines are in one slice if SIMPLE.
+    const int position = static_cast<int>(index);
+    const int from_first = position - (range0.x * size1 + range1.x) * size2 - range2.x;
+    int i1 = divide(from_first, args.by_y_size[2]);
+    const int i2 = from_first - i1 * size2;
+    int i0 = 0;
+    if constexpr (!SIMPLE) {
+      i0 = divide(i1, args.by_y_size[1]);
+      i1 -= i0 * size1;
+    }
+    const auto below = [](int i, int2 range) {
+      return static_cast<u32>(i) < static_cast<u32>(range.y - range.x);
+    };
+    if (!below(i0, range0) || !below(i1, range1) || !below(i2, range2)) return false;
+    int cell = position - tile_first;
+    bool mine = static_cast<u32>(cell) < static_cast<u32>(tile_size);
+    cell += plane * plane_size;
+    if (args.by_lines) {
+      const int y1 = range1.x + i1 - box.base[1], y2 = range2.x + i2 - box.base[2];
+      mine = range0.x + i0 == box.base[0] && y1 >= 0 && y1 < box.count[1] && y2 >= 0 && y2 < box.count[2];
+      cell = y1 * args.y_pitch + y2;
+    }
+    if (mine) cells[cell].meet(x, own);  // else another block's
+    return true;
+  };
+  const int phases = args.phases[0] * args.phases[1] * args.phases[2];
   int lead[3];  // of windows with number 0 modulo `phases`
 #pragma unroll
   for (int axis = 0; axis < 3; ++axis) {
     const int n = args.phases[axis];
     lead[axis] = box.first[axis] == 0 ? 0 : n - 1 - (box.first[axis] + n - 1) % n;
   }
-  const int lines = box.planes * args.in_phase[0] * args.in_phase[1];
-  const int phases = args.phases[0] * args.phases[1] * args.phases[2];
-  const int lane = thread & ((1 << windows.lanes_log) - 1);
-  // Adds the windows of a line, at2 and every stride-th after it.
-  const auto add_line = [&](int plane, int at0, int at1, int at2, int stride) {
-    const int2 range0 = SIMPLE ? make_int2(0, 1) : range_of(args, box, 0, at0);
-    const int2 range1 = lines_of(at1);
-    const int line_own = plane * args.pitch[0] + at0 * args.pitch[1] + at1 * args.pitch[2];
-    for (; at2 < box.extent[2]; at2 += stride) {
-      const int own = line_own + at2;
-      const i64 index = indices[own];
-      const bool exists = static_cast<u64>(index) < static_cast<u64>(plane_size);
-      const int position = exists ? static_cast<int>(index) : 0;
-      const int row = divide(position, args.by_y_size[2]), i2 = position - row * size2;
-      const int i0 = SIMPLE ? 0 : divide(row, args.by_y_size[1]), i1 = row - i0 * size1;
-      if (!exists || !within(i1, range1) || !within(i2, columns_of(at2)) ||
-          !(SIMPLE || within(i0, range0))) {
-        if (windows.bad != nullptr) windows.bad[MOVE] = 1;  // all writers write the same value
-        continue;
-      }
-      if (args.whole) {
-        cells[plane * plane_size + position].meet(x, own);
-        continue;
-      }
-      const int y0 = i0 - box.base[0], y1 = i1 - box.base[1], y2 = i2 - box.base[2];
-      const bool mine = y0 >= 0 && y0 < box.count[0] && y1 >= 0 && y1 < box.count[1] && y2 >= 0 &&
-                        y2 < box.count[2];
-      if (mine) cells[y1 * args.y_pitch + y2].meet(x, own);  // else another block's
-    }
-  };
+  // A phase's lines, of which a thread has every `together`-th, and there its column or every 256th.
+  const int columns = args.in_phase[2], own_line = divide(thread, args.by_phase[2]);
+  const int together = max(1, divide(kBoxThreads, args.by_phase[2]));
+  const int lines = own_line < together ? box.planes * args.in_phase[0] * args.in_phase[1] : 0;
+  bool good = true;
   int phase[3] = {0, 0, 0};
 #pragma unroll 1
   for (int p = 0; p < phases; ++p) {
@@ -123,15 +136,22 @@ extern "C" __global__ void __launch_bounds__(kBoxThreads, 6)
       first[axis] = lead[axis] + phase[axis];
       if (first[axis] >= args.phases[axis]) first[axis] -= args.phases[axis];
     }
-    for (int line = thread >> windows.lanes_log; line < lines;
-         line += kBoxThreads >> windows.lanes_log) {
-      const int slice = divide(line, args.by_phase[1]);
-      const int plane = SIMPLE ? slice : divide(slice, args.by_phase[0]);
-      const int at1 = first[1] + (line - slice * args.in_phase[1]) * args.phases[1];
-      const int at0 = SIMPLE ? 0 : first[0] + (slice - plane * args.in_phase[0]) * args.phases[0];
-      if (at0 >= box.extent[0] || at1 >= box.extent[1]) continue;
-      add_line(plane, at0, at1, first[2] + lane * args.phases[2],
-               args.phases[2] << windows.lanes_log);
+#pragma unroll 1
+    for (int column = thread - own_line * columns; column < columns; column += kBoxThreads) {
+      const int at2 = first[2] + column * args.phases[2];
+      if (at2 >= box.extent[2]) continue;
+      const int2 range2 = columns_of(at2);
+#pragma unroll 1
+      for (int line = own_line; line < lines; line += together) {
+        const int slice = divide(line, args.by_phase[1]);
+        const int at1 = first[1] + (line - slice * args.in_phase[1]) * args.phases[1];
+        const int plane = SIMPLE ? slice : divide(slice, args.by_phase[0]);
+        const int at0 = SIMPLE ? 0 : first[0] + (slice - plane * args.in_phase[0]) * args.phases[0];
+        if (at1 >= box.extent[1] || (!SIMPLE && at0 >= box.extent[0])) continue;
+        const int own = plane * args.pitch[0] + (SIMPLE ? 0 : at0 * args.pitch[1]) + at1 * args.pitch[2];
+        const int2 range0 = SIMPLE ? make_int2(0, 1) : range_of(args, box, 0, at0);
+        good &= add(plane, own + at2, range0, lines_of(at1), range2);
+      }
     }
     __syncthreads();
 #pragma unroll
@@ -140,5 +160,6 @@ extern "C" __global__ void __launch_bounds__(kBoxThreads, 6)
       phase[axis] = 0;
     }
   }
+  if (!good && windows.bad != nullptr) windows.bad[MOVE] = 1;  // all writers write the same value
   box.store<T>(args, cells, [&](const Cell& cell) { return cell.element(x); });
 }

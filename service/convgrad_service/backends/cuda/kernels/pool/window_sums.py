@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 from typing import Any
 
@@ -31,7 +32,9 @@ SHARED = 1.25
 # is used.
 SLIDING = ((3, 3), (5, 5))
 WHOLE = ((1, 1), (2, 2), (1, 4), (4, 1), (3, 3))
-# RUN for windows of any size.
+# Those with weights; others are rare.
+WHOLE_WEIGHTED = ((2, 2),)
+# RUN for windows of any size; channels first, they are shared.
 ANY, ANY_SHARED = 1, 4
 # Positions of a thread that slides, and bytes of x that adjacent threads of a block load.
 RUNS = (16, 8, 4)
@@ -60,12 +63,13 @@ class _Shape:
         # Planes whose windows do not fit into shared memory have lines of any length.
         shared = along.valid_taps >= SHARED * along.input
         lines, taps = most_positions(along), most_positions(across)
-        choices = (SLIDING if shared else WHOLE) if form.last else ()
+        weighted = form.varying == "inputs"
+        whole = WHOLE_WEIGHTED if weighted else WHOLE
+        choices = (SLIDING if shared else whole) if form.last else ()
         sizes = next((size for size in choices if lines <= size[0] and taps <= size[1]), (0, 0))
         sliding = shared and sizes != (0, 0)
         simple = sliding and form.is_simple(form.windows, form.counted)
-        run = ANY_SHARED if shared and not sliding else ANY
-        weighted = form.varying == "inputs"
+        run = ANY_SHARED if not form.last or (shared and not sliding) else ANY
         return cls(form.width(dtype), axis, sliding, simple, run, *sizes, weighted)
 
     def instance(self, dtype: DType) -> Instance:
@@ -104,19 +108,17 @@ class WindowSums(Solver[WindowWork, WindowForm]):
         return Fragment(self.name, (launch,))
 
     def instances(self) -> Iterable[Instance]:
-        first = [(1, False, False, run, 0, 0) for run in (ANY, ANY_SHARED)]
+        first = (1, False, False, ANY_SHARED, 0, 0)
         last = [
             *((2, True, simple, ANY, *sizes) for simple in (False, True) for sizes in SLIDING),
-            *((2, False, False, ANY, *sizes) for sizes in WHOLE),
             *((2, False, False, run, 0, 0) for run in (ANY, ANY_SHARED)),
         ]
-        return [
-            _Shape(width, *form, weighted).instance(dtype)
-            for dtype in FLOATING
-            for form in (*first, *last)
-            for width in ((1,) if form[0] == 1 else widths(dtype))
-            for weighted in (False, True)
-        ]
+        for dtype, weighted in product(FLOATING, (False, True)):
+            yield _Shape(1, *first, weighted).instance(dtype)
+            whole = WHOLE_WEIGHTED if weighted else WHOLE
+            small = [(2, False, False, ANY, *sizes) for sizes in whole]
+            for form, width in product([*last, *small], widths(dtype)):
+                yield _Shape(width, *form, weighted).instance(dtype)
 
 
 def _sliding(
