@@ -70,8 +70,8 @@ SINGLE_SHAPES = {
 MOST_VECTORS, FEWER_VECTORS = 32, 16
 PLANES = (1, 2, 4, 8, 16)
 """Channels in a tile if they are in planes."""
-# Instructions of a cache line that a warp reads or writes, of planes; fitted to 76 layers on an H200,
-# on which the choice takes 2 % longer than the faster of planes and copies.
+# Instructions of a cache line that a warp reads or writes, of planes; fitted to 76 layers on an
+# H200, on which the choice takes 2 % longer than the faster of planes and copies.
 PLANE_READ, PLANE_RESULT = 1, 14
 
 
