@@ -19,7 +19,7 @@
 //
 // Phase 0 packs the weights into panels [tap][source channel][tile columns].
 //
-// Deterministic: each result is one chain of multiply-adds in the order of taps and channels,
+// Deterministic: each result is summed in the order of taps and channels, in the blocks of brgemm.hpp,
 // independent of tiles and threads.
 //
 // Requires: a workspace of groups * blocks * taps * channels * tile columns accumulators; scratch
@@ -211,7 +211,7 @@ struct Gather {
       const i64 stored = at_once ? result.stride[5] : kColumns;
       Product<T> product{nullptr, w.step * pixel, 1,
                          panels + (g * blocks + block) * panel, kColumns, segments, 0,
-                         nullptr, w.phases * stored};
+                         nullptr, w.phases * stored, false};
       for (i64 ud = ud0; ud < ud1; ++ud) {
         const i64 jd = ud / d.phases;
         const Progression taps_d = d.taps_of(ud % d.phases);
@@ -236,7 +236,7 @@ struct Gather {
               }
               product.a = region + j * w.step * pixel;
               product.c = row + (fw + j * w.phases) * stored;
-              brgemm<T, Walk::kUnitStep, false>(product, static_cast<int>(rows), vectors);
+              brgemm<T, Walk::kUnitStep>(product, static_cast<int>(rows), vectors);
               j += rows;
             }
           }
