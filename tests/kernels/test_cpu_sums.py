@@ -22,8 +22,8 @@ from tests.support.numerics.cases import Case, conv_bwd_data, conv_fwd, grouped_
 from tests.support.numerics.geometries import Conv
 from tests.support.numerics.reference import Reference
 
-# The rms error of rounding to float32, relative to the value: 2^-24 / sqrt(3) for values just above a
-# power of two, half as much just below the next; on average over their logarithms 0.42 * 2^-24.
+# The rms error of rounding to float32, relative to the value: 2^-24 / sqrt(3) just above a power of
+# two, half as much just below the next; on average over their logarithms 0.42 * 2^-24.
 ROUNDING = 0.42 * 2.0**-24
 # Kernels may err twice as much as sqrt(n) chains of sqrt(n) terms.
 MARGIN = 2.0
