@@ -6,10 +6,10 @@
 // M = rows (pixels of a gather, output channels of a weight gradient), N = one or two vectors of
 // channels, K = segments x k. A is broadcast, B is loaded as vectors.
 //
-// K is summed in blocks: a chain of fused multiply-adds starts at zero in each block, and the sums of
-// blocks are added to C in order. So the rounding error grows with the root of kBlock + K / kBlock
-// instead of K. In a gather, blocks begin at fixed rows of B, so a result depends neither on the tiling
-// nor on which taps in padding are skipped.
+// K is summed in blocks: a chain of fused multiply-adds starts at zero in each block, and the sums
+// of blocks are added to C in order. So the rounding error grows with the root of kBlock + K / kBlock
+// instead of K. In a gather, blocks begin at fixed rows of B, so a result depends neither on the
+// tiling nor on which taps in padding are skipped.
 //
 // Registers: rows * vectors accumulators, `vectors` for B and one broadcast: 14 * 2 + 3 of the 32
 // of AVX-512, 6 * 2 + 3 of the 16 of AVX2. FMA latency is hidden from 4 * 2 = 8 accumulators on.
@@ -45,14 +45,17 @@ struct Product {
   T* c;
   i64 c_row;
   bool adds;  // to C, else C is overwritten
+  // Rows may be of two lines, half of them each.
+  i64 a_line;
+  i64 c_line;
 };
 
 // Which stride of A is known to be 1: its channels are K in a gather, M in a weight gradient.
 enum class Walk { kUnitStep, kUnitRow };
 
-template <class T, int rows, int vectors, Walk walk>
+template <class T, int rows, int vectors, Walk walk, int lines>
 __attribute__((noinline)) void brgemm_tile(const Product<T>& p) {
-  constexpr int lanes = kLanes<T>;
+  constexpr int lanes = kLanes<T>, of_line = rows / lines;
   const i64 a_row = walk == Walk::kUnitRow ? 1 : p.a_row;
   const i64 a_step = walk == Walk::kUnitStep ? 1 : p.a_step;
   const i64 b_step = walk == Walk::kUnitStep ? kTileColumns<T> : p.b_step;
@@ -88,10 +91,12 @@ __attribute__((noinline)) void brgemm_tile(const Product<T>& p) {
         const T* row = a;
 #pragma clang loop unroll(full)
         for (int i = 0; i < rows; ++i) {
-          const Vec<T> value = splat<T>(row[(i % 3) * a_row]);
+          if (i > 0 && i % of_line == 0) row = a + p.a_line;
+          const int next = i % of_line % 3;
+          const Vec<T> value = splat<T>(row[next * a_row]);
 #pragma clang loop unroll(full)
           for (int v = 0; v < vectors; ++v) sum[i][v] += value * column[v];
-          if (i % 3 == 2) row += 3 * a_row;
+          if (next == 2) row += 3 * a_row;
         }
         a += a_step;
         b += b_step;
@@ -101,7 +106,7 @@ __attribute__((noinline)) void brgemm_tile(const Product<T>& p) {
     for (int i = 0; i < rows; ++i) {
 #pragma clang loop unroll(full)
       for (int v = 0; v < vectors; ++v) {
-        T* to = p.c + i * p.c_row + v * lanes;
+        T* to = p.c + i / of_line * p.c_line + i % of_line * p.c_row + v * lanes;
         store_raw(to, adds ? load_raw<Vec<T>>(to) + sum[i][v] : sum[i][v]);
       }
     }
@@ -109,17 +114,18 @@ __attribute__((noinline)) void brgemm_tile(const Product<T>& p) {
   } while (left > 0 || segment < end);
 }
 
-// Dispatches to brgemm_tile<rows, vectors> for rows in 1 .. kTileRows and vectors in 1 .. 2.
-template <class T, Walk walk, int rows = kTileRows>
+// Dispatches to brgemm_tile<rows, vectors> for rows in 1 .. kTileRows and vectors in 1 .. 2. With
+// two lines, row_count is even.
+template <class T, Walk walk, int lines = 1, int rows = kTileRows>
 CONVGRAD_INLINE void brgemm(const Product<T>& product, int row_count, int vectors) {
   if (row_count == rows) {
     if (vectors == 2) {
-      brgemm_tile<T, rows, 2, walk>(product);
+      brgemm_tile<T, rows, 2, walk, lines>(product);
     } else {
-      brgemm_tile<T, rows, 1, walk>(product);
+      brgemm_tile<T, rows, 1, walk, lines>(product);
     }
-  } else if constexpr (rows > 1) {
-    brgemm<T, walk, rows - 1>(product, row_count, vectors);
+  } else if constexpr (rows > lines) {
+    brgemm<T, walk, lines, rows - lines>(product, row_count, vectors);
   }
 }
 

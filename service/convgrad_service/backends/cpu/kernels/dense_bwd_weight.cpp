@@ -271,7 +271,7 @@ struct WeightGradient {
               const i64 rows = cut.base + (i < cut.extra);
               const Product<T> product{tile.y.data + k, 1, tile.y.pixel, tile.x.data + c,
                                        args.stride[2] * tile.x.pixel, segments, count,
-                                       to + k * sums.row + c, sums.row, !empty};
+                                       to + k * sums.row + c, sums.row, !empty, 0, 0};
               brgemm<T, Walk::kUnitRow>(product, static_cast<int>(rows), vectors);
               k += rows;
             }

@@ -4,9 +4,9 @@
 // positions (depthwise.hpp). For some blocks of columns of a row of grad_output, it goes through the
 // vectors and the runs of taps: the taps of a run are summed in registers, loading each input vector
 // once for all taps that use it, and added to the sums [vector][tap] of the thread. These are added
-// to the split's partial sums in the workspace after a fixed number of positions, so that no chain of
-// additions is long. A second phase sums the splits in order, applies alpha and beta * accumulate and
-// rounds once.
+// to the split's partial sums in the workspace after a fixed number of positions, so that no chain
+// of additions is long. A second phase sums the splits in order, applies alpha and beta * accumulate
+// and rounds once.
 //
 // Requires: PlanarArgs with one input and output channel per group and dst = grad_output; tile,
 // scratch and splits from plans/cpu_depthwise.py; a workspace of splits * taps * groups
@@ -223,6 +223,8 @@ void contract(const PlanarArgs& args, Control* control, void* scratch) {
       const Vectors<T> vectors{ceil_div(tile.groups, L), tile.groups, direct};
       const i64 several = blocks_together(vectors.count);
       const i64 columns = tile.extent[2], together = columns_together(columns);
+      // Columns past the end of a row must not read what is not in the block.
+      const i64 width = least(args.src_size[2], first[2] + extent[2]);
       for (i64 v0 = 0; v0 < tile.extent[0]; ++v0) {
         for (i64 v1 = 0; v1 < tile.extent[1]; ++v1) {
           const i64 t[2] = {tile.start[0] + v0, tile.start[1] + v1};
@@ -241,7 +243,7 @@ void contract(const PlanarArgs& args, Control* control, void* scratch) {
           };
           for (i64 next = 0, n; next < columns; next += n * together) {
             const i64 t2 = tile.start[2] + next;
-            const Met<T> row{met, count, t2, args.src_step[2], source.step[2], args.src_size[2]};
+            const Met<T> row{met, count, t2, args.src_step[2], source.step[2], width};
             const Gradient<T> y{gradient.at(t[0], t[1], t2), gradient.step[2], columns - next};
             n = 0;
             while (n < several && inside(next + n * together)) ++n;

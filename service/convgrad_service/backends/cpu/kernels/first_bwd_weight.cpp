@@ -208,7 +208,9 @@ struct FirstGradient {
                                    rows,
                                    sums + (run->term + term) * padded_k + k,
                                    padded_k,
-                                   true};
+                                   true,
+                                   0,
+                                   0};
           brgemm<T, Walk::kUnitRow>(product, static_cast<int>(count), vectors);
           term += count;
         }
