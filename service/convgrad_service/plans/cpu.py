@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Literal
 
 from convgrad.dtypes import DType
@@ -41,7 +41,7 @@ GROUPED_CHANNELS = 8
 LEAST_FILLED = 4
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Choice:
     """The engine for one direction of a convolution.
 
@@ -55,11 +55,11 @@ class Choice:
     dense: DensePlan | None
     passed_over: tuple[tuple[str, str], ...]
 
-    @property
+    @cached_property
     def kernel(self) -> str:
         return f"{self.engine}_{self.direction}/{self.level}"
 
-    @property
+    @cached_property
     def plan(self) -> CpuPlan:
         if self.dense is None:
             return CpuPlan(self.kernel, 0, 1, self.passed_over)

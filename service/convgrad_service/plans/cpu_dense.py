@@ -15,9 +15,12 @@ from convgrad_service.problems.geometry import ConvShape
 __all__ = ["Dense", "Tiles", "dense_of", "gather_tiles", "weight_chunks", "weight_tiles"]
 
 # Target size of a tile's slab, the packed copy of its source region: half of a core's L2 cache. The
-# rest is for the weight panel being streamed.
-SLAB_BYTES = 256 * 1024
+# rest is for the weight panel being streamed. A row of a gather's results may need more, since all
+# panels are read for each tile; and more may be allocated than is written, between dilated rows.
+SLAB_BYTES, ROW_BYTES, GAPS_BYTES = 256 * 1024, 512 * 1024, 16 * 1024 * 1024
 TASKS_PER_THREAD = 12
+# Rows of at most half a register tile are short.
+SHORT_ROW = 7
 # Pixels (the K dimension) of a weight gradient's cache block. At 64 bytes of A and 128 bytes of B
 # per pixel, a register tile's operands fill four fifths of a 48 KB L1 cache.
 GROUP_PIXELS = 200
@@ -71,6 +74,7 @@ class _Axis:
     phases: int
     step: int
     reach: int  # source extent of one step, over all phases and taps
+    taps: int
 
     @property
     def steps(self) -> int:
@@ -78,6 +82,10 @@ class _Axis:
 
     def slab(self, tile: int) -> int:
         return (tile - 1) * self.step + self.reach
+
+    def read(self, tile: int) -> int:
+        """Return how many source coordinates a tile reads; dilation leaves gaps."""
+        return min(self.slab(tile), self.taps * tile)
 
     def stage(self, tile: int) -> int:
         return min(tile * self.phases, self.result)
@@ -87,11 +95,11 @@ def _axis(dense: Dense, dim: int, backward: bool) -> _Axis:
     kernel, dilation, stride = dense.kernel[dim], dense.dilation[dim], dense.stride[dim]
     reach = (kernel - 1) * dilation
     if not backward:
-        return _Axis(dense.output[dim], 1, stride, reach + 1)
+        return _Axis(dense.output[dim], 1, stride, reach + 1, kernel)
     pad, result = dense.pad[dim], dense.input[dim]
     lowest = -((reach - pad) // stride)
     highest = (min(stride, result) - 1 + pad) // stride
-    return _Axis(result, stride, 1, max(highest - lowest, 0) + 1)
+    return _Axis(result, stride, 1, max(highest - lowest, 0) + 1, kernel)
 
 
 def slab_pixel(channels: int, sum_bytes: int) -> int:
@@ -118,16 +126,20 @@ def gather_tiles(
     pixel = slab_pixel(source_channels, sum_bytes)
     d, h, w = (_axis(dense, dim, backward) for dim in range(3))
 
+    # Short rows of two images share a register tile.
+    images = 2 if dense.batch > 1 and w.steps <= SHORT_ROW else 1
+
     def slab_bytes(td: int, th: int, tw: int) -> int:
-        return d.slab(td) * h.slab(th) * w.slab(tw) * pixel * sum_bytes
+        return images * d.slab(td) * h.slab(th) * w.slab(tw) * pixel * sum_bytes
 
-    def fits(td: int, th: int, tw: int) -> bool:
-        return slab_bytes(td, th, tw) <= SLAB_BYTES
+    def fits(td: int, th: int, tw: int, limit: int = SLAB_BYTES) -> bool:
+        packed = images * d.read(td) * h.read(th) * w.slab(tw) * pixel * sum_bytes
+        return packed <= limit and slab_bytes(td, th, tw) <= GAPS_BYTES
 
-    outer = dense.batch * dense.groups
+    outer = -(-dense.batch // images) * dense.groups
     wanted = TASKS_PER_THREAD * threads
     td, th, tw = 1, 1, w.steps
-    while tw > 28 and not fits(td, th, tw):
+    while tw > 28 and not fits(td, th, tw, ROW_BYTES):
         tw = -(-tw // 2)
     while tw == w.steps and th < h.steps and fits(td, th + 1, tw):
         th += 1
@@ -147,11 +159,11 @@ def gather_tiles(
         th = _even(h.steps, th - 1)
     shares = min(blocks, max(1, -(-wanted // (outer * tiles()))))
     per_task = -(-blocks // shares)
-    pixels = d.stage(td) * h.stage(th) * w.stage(tw)
+    pixels = images * d.stage(td) * h.stage(th) * w.stage(tw)
     scratch = dense.taps * SEGMENT_BYTES + slab_bytes(td, th, tw) + pixels * columns * sum_bytes
     panels = dense.groups * blocks * dense.taps * source_channels * columns * sum_bytes
     return Tiles(
-        block=(td, th, tw, per_task, pixel),
+        block=(td, th, tw, per_task, pixel, images),
         scratch_bytes=scratch + 3 * 64,
         workspace_bytes=panels,
         tasks=max(outer * tiles() * -(-blocks // per_task), dense.groups * blocks),

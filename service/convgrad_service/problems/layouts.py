@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from numpy.typing import NDArray
@@ -190,9 +191,8 @@ def activation_shape(
 ) -> Size:
     """Return the shape of an activation; ``channels`` are over all groups."""
     per_group = channels // groups if layout.grouped else channels
-    sizes = {"N": batch, "G": groups, "C": per_group}
-    sizes.update(zip(_SPATIAL[layout.ndim], spatial, strict=True))
-    return tuple(sizes[letter] for letter in layout.activation)
+    letters = "NGC" + _SPATIAL[layout.ndim]
+    return _shaped(layout.activation, letters, (batch, groups, per_group, *spatial))
 
 
 def weight_shape(
@@ -200,9 +200,15 @@ def weight_shape(
 ) -> Size:
     """Return the shape of a weight; ``in_channels`` and ``out_channels`` are over all groups."""
     outer = out_channels // groups if layout.grouped else out_channels
-    sizes = {"G": groups, "K": outer, "C": in_channels // groups}
-    sizes.update(zip(_KERNEL[layout.ndim], kernel, strict=True))
-    return tuple(sizes[letter] for letter in layout.weight)
+    letters = "GKC" + _KERNEL[layout.ndim]
+    return _shaped(layout.weight, letters, (groups, outer, in_channels // groups, *kernel))
+
+
+@lru_cache(maxsize=1024)
+def _shaped(wanted: str, letters: str, sizes: Size) -> Size:
+    """Return the sizes of the letters in ``wanted``, given those of all letters."""
+    of = dict(zip(letters, sizes, strict=True))
+    return tuple(of[letter] for letter in wanted)
 
 
 def activation_view(array: NDArray[Any], layout: Layout, groups: int) -> NDArray[Any]:
@@ -221,7 +227,12 @@ def weight_view(array: NDArray[Any], layout: Layout, groups: int) -> NDArray[Any
 
 
 def _ordered(array: NDArray[Any], letters: str, wanted: str) -> NDArray[Any]:
-    return array.transpose([letters.index(letter) for letter in wanted])
+    return array.transpose(_order(letters, wanted))
+
+
+@lru_cache(maxsize=256)
+def _order(letters: str, wanted: str) -> tuple[int, ...]:
+    return tuple(letters.index(letter) for letter in wanted)
 
 
 def _split_axis(array: NDArray[Any], axis: int, groups: int) -> NDArray[Any]:

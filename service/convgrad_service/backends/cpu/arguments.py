@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -15,6 +16,7 @@ from convgrad_service.problems.geometry import ConvShape
 
 __all__ = [
     "DTYPE_CODES",
+    "Buffer",
     "Control",
     "ConvArgs",
     "View",
@@ -121,6 +123,25 @@ def _numbers(conv: ConvShape, dtype: np.dtype[Any], result_dtype: np.dtype[Any])
     args.alpha = 1.0
     args.dtype, args.result_dtype = _CODE_OF[dtype], _CODE_OF[result_dtype]
     return args
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """Uninitialised memory, aligned to 64 bytes, and its address."""
+
+    memory: NDArray[np.uint8]
+    address: int
+
+    @classmethod
+    def of(cls, size_bytes: int) -> Buffer:
+        """Allocate a buffer."""
+        memory = aligned_empty(size_bytes)
+        return cls(memory, address_of(memory))
+
+    @property
+    def size_bytes(self) -> int:
+        """Its size."""
+        return self.memory.size
 
 
 def aligned_empty(size_bytes: int) -> NDArray[np.uint8]:

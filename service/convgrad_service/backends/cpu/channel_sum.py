@@ -7,7 +7,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from convgrad_service.backends.cpu.arguments import ConvArgs, address_of, view_of
+from convgrad_service.backends.cpu.arguments import ConvArgs, view_of
 from convgrad_service.backends.cpu.planar_args import CODE_OF
 from convgrad_service.backends.cpu.runner import Machine
 from convgrad_service.plans.planar import triple
@@ -51,7 +51,7 @@ def channel_sum(
     sums_bytes = -(-args.batch // images) * image_bytes
     sums = workspaces.take(sums_bytes)
     try:
-        args.workspace = address_of(sums)
+        args.workspace = sums.address
         machine.workers.launch(machine.library.kernel("channel_sum"), args, cancelled=cancelled)
     finally:
         workspaces.give(sums)

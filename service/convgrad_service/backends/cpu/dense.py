@@ -12,7 +12,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from convgrad.errors import Internal
-from convgrad_service.backends.cpu.arguments import ConvArgs, address_of, conv_args, view_of
+from convgrad_service.backends.cpu.arguments import ConvArgs, conv_args, view_of
 from convgrad_service.backends.cpu.library import Library
 from convgrad_service.backends.cpu.threads import Workers
 from convgrad_service.plans.cpu_dense_parts import DensePlan, Part
@@ -122,7 +122,7 @@ def _launch(
     tiles = part.tiles
     workspace = workers.workspaces.take(tiles.workspace_bytes)
     try:
-        args.workspace, args.workspace_bytes = address_of(workspace), tiles.workspace_bytes
+        args.workspace, args.workspace_bytes = workspace.address, tiles.workspace_bytes
         args.scratch_bytes = tiles.scratch_bytes
         args.block[: len(tiles.block)] = tiles.block
         control = workers.launch(

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from convgrad.dtypes import DType
-from convgrad_service.backends.cpu.arguments import DTYPE_CODES, address_of, view_of
+from convgrad_service.backends.cpu.arguments import DTYPE_CODES, view_of
 from convgrad_service.backends.cpu.library import Library
 from convgrad_service.backends.cpu.planar_args import (
     ACTIVATION_CODES,
@@ -207,7 +207,7 @@ def _launch(
 ) -> int:
     workspace = workers.workspaces.take(prepared.workspace_bytes)
     try:
-        args.workspace = address_of(workspace)
+        args.workspace = workspace.address
         workers.launch(
             library.kernel(prepared.kernel),
             args,

@@ -14,12 +14,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from operator import attrgetter
 
-import numpy as np
-from numpy.typing import NDArray
-
 from convgrad.errors import DeadlineExceeded
 from convgrad_service.backends.base import Cancellation
-from convgrad_service.backends.cpu.arguments import Control, address_of, aligned_empty
+from convgrad_service.backends.cpu.arguments import Buffer, Control
 from convgrad_service.backends.cpu.library import Kernel, team_function
 from convgrad_service.thread_priority import lower_priority
 
@@ -29,7 +26,7 @@ CANCEL_POLL_S = 0.01
 # `Team` in kernels/team.cpp: six words, then six for each slot.
 TEAM_SLOTS = 16
 TEAM_WORDS = 6 + 6 * TEAM_SLOTS
-_size = attrgetter("size")
+_size = attrgetter("size_bytes")
 
 
 class Workspaces:
@@ -40,22 +37,22 @@ class Workspaces:
 
     def __init__(self, keep_bytes: int) -> None:
         self._keep_bytes = keep_bytes
-        self._free: list[NDArray[np.uint8]] = []  # by size
+        self._free: list[Buffer] = []  # by size
         self._lock = threading.Lock()
 
-    def take(self, size_bytes: int) -> NDArray[np.uint8]:
-        """Return an uninitialised buffer of at least this many bytes, 64-byte aligned."""
+    def take(self, size_bytes: int) -> Buffer:
+        """Return a buffer of at least this many bytes."""
         with self._lock:
             index = bisect_left(self._free, size_bytes, key=_size)
             if index < len(self._free):
                 return self._free.pop(index)
-        return aligned_empty(max(size_bytes, 1))
+        return Buffer.of(max(size_bytes, 1))
 
-    def give(self, buffer: NDArray[np.uint8]) -> None:
+    def give(self, buffer: Buffer) -> None:
         """Return a buffer to the cache."""
         with self._lock:
             insort(self._free, buffer, key=_size)
-            while sum(one.size for one in self._free) > self._keep_bytes:
+            while sum(map(_size, self._free)) > self._keep_bytes:
                 self._free.pop()  # evict the largest, to keep many small ones
 
 
@@ -117,7 +114,7 @@ class Workers:
         except IndexError:
             slot, threads = None, 1  # all slots in use: enough launches to occupy the CPU
         buffers = [self.workspaces.take(scratch_bytes) for _ in range(threads)]
-        scratch = (ctypes.c_void_p * threads)(*map(address_of, buffers))
+        scratch = (ctypes.c_void_p * threads)(*(buffer.address for buffer in buffers))
         addresses = ctypes.addressof(args), ctypes.addressof(control)
         try:
             with _UNWATCHED if cancelled is None else _watching(cancelled, control):

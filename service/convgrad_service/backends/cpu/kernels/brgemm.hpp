@@ -4,8 +4,12 @@
 //                A[b.a + i * a_row + k * a_step] * B[b.b + k * b_step + j]
 //
 // M = rows (pixels of a gather, output channels of a weight gradient), N = one or two vectors of
-// channels, K = segments x k. A is broadcast, B is loaded as vectors. Each C[i][j] is one chain of
-// fused multiply-adds in segment order, so its value does not depend on the tiling.
+// channels, K = segments x k. A is broadcast, B is loaded as vectors.
+//
+// K is summed in blocks: a chain of fused multiply-adds starts at zero in each block, and the sums
+// of blocks are added to C in order. So the rounding error grows with the root of kBlock + K / kBlock
+// instead of K. In a gather, blocks begin at fixed rows of B, so a result depends neither on the
+// tiling nor on which taps in padding are skipped.
 //
 // Registers: rows * vectors accumulators, `vectors` for B and one broadcast: 14 * 2 + 3 of the 32
 // of AVX-512, 6 * 2 + 3 of the 16 of AVX2. FMA latency is hidden from 4 * 2 = 8 accumulators on.
@@ -24,6 +28,7 @@ struct Segment {
 
 inline constexpr int kTileRows = kVectorRegisters == 32 ? 14 : 6;
 inline constexpr int kTileVectors = 2;
+inline constexpr i64 kBlock = 128;  // of K
 // Channels of a full register block.
 template <class T>
 inline constexpr int kTileColumns = kTileVectors * kLanes<T>;
@@ -39,70 +44,88 @@ struct Product {
   i64 segment_count;
   T* c;
   i64 c_row;
+  bool adds;  // to C, else C is overwritten
+  // Rows may be of two lines, half of them each.
+  i64 a_line;
+  i64 c_line;
 };
 
 // Which stride of A is known to be 1: its channels are K in a gather, M in a weight gradient.
 enum class Walk { kUnitStep, kUnitRow };
 
-template <class T, int rows, int vectors, Walk walk, bool accumulate>
+template <class T, int rows, int vectors, Walk walk, int lines>
 __attribute__((noinline)) void brgemm_tile(const Product<T>& p) {
-  constexpr int lanes = kLanes<T>;
-  Vec<T> sum[rows][vectors];
-#pragma clang loop unroll(full)
-  for (int i = 0; i < rows; ++i) {
-#pragma clang loop unroll(full)
-    for (int v = 0; v < vectors; ++v) {
-      if constexpr (accumulate) {
-        sum[i][v] = load_raw<Vec<T>>(p.c + i * p.c_row + v * lanes);
-      } else {
-        sum[i][v] = splat<T>(0);
-      }
-    }
-  }
+  constexpr int lanes = kLanes<T>, of_line = rows / lines;
   const i64 a_row = walk == Walk::kUnitRow ? 1 : p.a_row;
   const i64 a_step = walk == Walk::kUnitStep ? 1 : p.a_step;
   const i64 b_step = walk == Walk::kUnitStep ? kTileColumns<T> : p.b_step;
-  for (i64 s = 0; s < p.segment_count; ++s) {
-    const Segment segment = p.segments[s];
-    const T* a = p.a + segment.a;
-    const T* b = p.b + segment.b;
-    for (i64 k = segment.k; k > 0; --k) {
-      Vec<T> column[vectors];
+  const Segment* segment = p.segments;
+  const Segment* const end = segment + p.segment_count;
+  const T *a = nullptr, *b = nullptr;
+  i64 left = 0, at = 0;  // of the segment; index along K
+  bool adds = p.adds;
+  do {
+    Vec<T> sum[rows][vectors];
 #pragma clang loop unroll(full)
-      for (int v = 0; v < vectors; ++v) column[v] = load_raw<Vec<T>>(b + v * lanes);
-      const T* row = a;
+    for (int i = 0; i < rows; ++i) {
 #pragma clang loop unroll(full)
-      for (int i = 0; i < rows; ++i) {
-        const Vec<T> value = splat<T>(row[(i % 3) * a_row]);
-#pragma clang loop unroll(full)
-        for (int v = 0; v < vectors; ++v) sum[i][v] += value * column[v];
-        if (i % 3 == 2) row += 3 * a_row;
-      }
-      a += a_step;
-      b += b_step;
+      for (int v = 0; v < vectors; ++v) sum[i][v] = splat<T>(0);
     }
-  }
+    for (i64 stop = -1; left > 0 || segment < end;) {
+      if (left == 0) {
+        a = p.a + segment->a;
+        b = p.b + segment->b;
+        left = segment->k;
+        if (walk == Walk::kUnitStep) at = segment->b / kTileColumns<T>;
+        ++segment;
+      }
+      if (stop < 0) stop = (at / kBlock + 1) * kBlock;
+      if (at >= stop) break;
+      const i64 run = least(left, stop - at);
+      left -= run;
+      at += run;
+      for (i64 k = run; k > 0; --k) {
+        Vec<T> column[vectors];
 #pragma clang loop unroll(full)
-  for (int i = 0; i < rows; ++i) {
+        for (int v = 0; v < vectors; ++v) column[v] = load_raw<Vec<T>>(b + v * lanes);
+        const T* row = a;
 #pragma clang loop unroll(full)
-    for (int v = 0; v < vectors; ++v) store_raw(p.c + i * p.c_row + v * lanes, sum[i][v]);
-  }
+        for (int i = 0; i < rows; ++i) {
+          if (i > 0 && i % of_line == 0) row = a + p.a_line;
+          const int next = i % of_line % 3;
+          const Vec<T> value = splat<T>(row[next * a_row]);
+#pragma clang loop unroll(full)
+          for (int v = 0; v < vectors; ++v) sum[i][v] += value * column[v];
+          if (next == 2) row += 3 * a_row;
+        }
+        a += a_step;
+        b += b_step;
+      }
+    }
+#pragma clang loop unroll(full)
+    for (int i = 0; i < rows; ++i) {
+#pragma clang loop unroll(full)
+      for (int v = 0; v < vectors; ++v) {
+        T* to = p.c + i / of_line * p.c_line + i % of_line * p.c_row + v * lanes;
+        store_raw(to, adds ? load_raw<Vec<T>>(to) + sum[i][v] : sum[i][v]);
+      }
+    }
+    adds = true;
+  } while (left > 0 || segment < end);
 }
 
-template <class T>
-using TileFunction = void (*)(const Product<T>&);
-
-// Dispatches to brgemm_tile<rows, vectors> for rows in 1 .. kTileRows and vectors in 1 .. 2.
-template <class T, Walk walk, bool accumulate, int rows = kTileRows>
+// Dispatches to brgemm_tile<rows, vectors> for rows in 1 .. kTileRows and vectors in 1 .. 2. With
+// two lines, row_count is even.
+template <class T, Walk walk, int lines = 1, int rows = kTileRows>
 CONVGRAD_INLINE void brgemm(const Product<T>& product, int row_count, int vectors) {
   if (row_count == rows) {
     if (vectors == 2) {
-      brgemm_tile<T, rows, 2, walk, accumulate>(product);
+      brgemm_tile<T, rows, 2, walk, lines>(product);
     } else {
-      brgemm_tile<T, rows, 1, walk, accumulate>(product);
+      brgemm_tile<T, rows, 1, walk, lines>(product);
     }
-  } else if constexpr (rows > 1) {
-    brgemm<T, walk, accumulate, rows - 1>(product, row_count, vectors);
+  } else if constexpr (rows > lines) {
+    brgemm<T, walk, lines, rows - lines>(product, row_count, vectors);
   }
 }
 

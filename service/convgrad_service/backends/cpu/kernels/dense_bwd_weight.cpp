@@ -271,13 +271,8 @@ struct WeightGradient {
               const i64 rows = cut.base + (i < cut.extra);
               const Product<T> product{tile.y.data + k, 1, tile.y.pixel, tile.x.data + c,
                                        args.stride[2] * tile.x.pixel, segments, count,
-                                       to + k * sums.row + c, sums.row};
-              for (i64 row = 0; empty && row < rows; ++row) {
-                fill_zero(product.c + row * sums.row, vectors * kLanes<T>);
-              }
-              if (count > 0) {
-                brgemm<T, Walk::kUnitRow, true>(product, static_cast<int>(rows), vectors);
-              }
+                                       to + k * sums.row + c, sums.row, !empty, 0, 0};
+              brgemm<T, Walk::kUnitRow>(product, static_cast<int>(rows), vectors);
               k += rows;
             }
           }

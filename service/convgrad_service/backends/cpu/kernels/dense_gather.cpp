@@ -15,16 +15,17 @@
 // row, and writes the staged tile in the result's layout. Rows and planes outside the tensor are
 // skipped, not multiplied. A source that is stored as the slab would be, and of which no tap reads
 // beyond the ends of a row, is read in place, and a result that is stored as the stage is, is
-// written at once.
+// written at once. If rows are short, a task computes two images, whose rows share a register tile.
 //
 // Phase 0 packs the weights into panels [tap][source channel][tile columns].
 //
-// Deterministic: each result is one chain of multiply-adds in the order of taps and channels,
-// independent of tiles and threads.
+// Deterministic: each result is summed in the order of taps and channels, in the blocks of
+// brgemm.hpp, independent of tiles and threads.
 //
 // Requires: a workspace of groups * blocks * taps * channels * tile columns accumulators; scratch
 // as laid out in the constructor; block[] = {tile planes, tile rows, tile columns (in steps of the
-// phases), channel blocks per task, slab pixel pitch}; a slab of fewer than 2^62 elements.
+// phases), channel blocks per task, slab pixel pitch, images per task: 1 or 2}; a slab of fewer than
+// 2^62 elements.
 #include "brgemm.hpp"
 #include "gather_axis.hpp"
 
@@ -44,8 +45,10 @@ struct Gather {
   View source, weight, result;  // weight dimensions 1 and 2: result and source channels
   i64 source_channels, result_channels, blocks, taps;
   bool reads_in_place;
-  i64 pixel, slab_row, slab_plane;
+  i64 images;
+  i64 pixel, slab_row, slab_plane, slab_image;
   i64 stage_w, stage_h;  // tile pixels along W and H
+  i64 stage_image;       // elements
   T* panels;
   i64 panel;  // elements of one panel
   Segment* segments;
@@ -68,11 +71,14 @@ struct Gather {
     const i64 last_step = (w.result + w.phases - 1) / w.phases - 1;
     reads_in_place = in_place<E>(source) && w.lowest >= 0 &&
                      last_step * w.step + w.highest < w.source;
+    images = least(a.block[5], a.batch);
     pixel = reads_in_place ? source.stride[5] : a.block[4];
     slab_row = reads_in_place ? source.stride[4] : w.slab() * pixel;
     slab_plane = reads_in_place ? source.stride[3] : h.slab() * slab_row;
+    slab_image = reads_in_place ? source.stride[0] : d.slab() * slab_plane;
     stage_w = least(w.tile * w.phases, w.result);
     stage_h = least(h.tile * h.phases, h.result);
+    stage_image = least(d.tile * d.phases, d.result) * stage_h * stage_w * kColumns;
     panels = static_cast<T*>(a.workspace);
     panel = taps * source_channels * kColumns;
     // Scratch: segments, slab, stage, each 64-byte aligned.
@@ -81,13 +87,12 @@ struct Gather {
     at += (taps * static_cast<i64>(sizeof(Segment)) + 63) / 64 * 64;
     slab = reinterpret_cast<T*>(at);
     const i64 packed = d.slab() * h.slab() * w.slab() * a.block[4];
-    at += (packed * static_cast<i64>(sizeof(T)) + 127) / 64 * 64;
+    at += (images * packed * static_cast<i64>(sizeof(T)) + 127) / 64 * 64;
     stage = reinterpret_cast<T*>(at);
-    at += stage_d() * stage_h * stage_w * kColumns * static_cast<i64>(sizeof(T));
+    at += images * stage_image * static_cast<i64>(sizeof(T));
     scratch_needed = at - static_cast<char*>(scratch);
   }
   i64 scratch_needed;
-  i64 stage_d() const { return least(d.tile * d.phases, d.result); }
   i64 workspace_needed() const {
     return args.groups * blocks * panel * static_cast<i64>(sizeof(T));
   }
@@ -125,10 +130,12 @@ struct Gather {
     return t * weight.stride[3] + r * weight.stride[4] + s * weight.stride[5];
   }
 
-  // Returns the source region of one tile, packed into the slab if it is not read in place.
-  const T* region_of(i64 n, i64 g, i64 d0, i64 h0, i64 w0, i64 w_steps) const {
+  // Returns the source region of one tile, packed into the slab of the task's `image`-th image if it
+  // is not read in place.
+  const T* region_of(i64 n, i64 image, i64 g, i64 d0, i64 h0, i64 w0, i64 w_steps) const {
     const S* base =
-        static_cast<const S*>(source.data) + n * source.stride[0] + g * source.stride[1];
+        static_cast<const S*>(source.data) + (n + image) * source.stride[0] + g * source.stride[1];
+    T* const region = slab + image * slab_image;
     if (reads_in_place) {
       return reinterpret_cast<const T*>(base + (d0 * d.step + d.lowest) * slab_plane +
                                         (h0 * h.step + h.lowest) * slab_row +
@@ -144,7 +151,7 @@ struct Gather {
       for (i64 y = 0; y < h.slab(); ++y) {
         const i64 source_h = h0 * h.step + h.lowest + y;
         if (source_h < 0 || source_h >= h.source || !h.reads(y)) continue;
-        T* row = slab + z * slab_plane + y * slab_row;
+        T* row = region + z * slab_plane + y * slab_row;
         const i64 before = begin - left, after = left + width - end;
         __builtin_memset(row, 0, before * pixel * sizeof(T));
         read_matrix<E>(base + source_d * source.stride[3] + source_h * source.stride[4] +
@@ -154,28 +161,22 @@ struct Gather {
         __builtin_memset(row + (before + end - begin) * pixel, 0, after * pixel * sizeof(T));
       }
     }
-    return slab;
+    return region;
   }
 
-  // Lists the valid taps of one row and phase, without those that read only padding in all steps
-  // from `first_step` to `last_step` along W. Taps that are contiguous in both slab and panel are
-  // merged into one segment.
-  i64 list_taps(i64 jd, i64 d0, Progression t, i64 jh, i64 h0, const Progression& taps_h,
-                const Progression& taps_w, i64 first_step, i64 last_step) const {
+  // Lists the given taps, without those that read only padding in all steps from `first_step` to
+  // `last_step` along W. Taps that are contiguous in both slab and panel are merged into one segment.
+  i64 list_taps(Progression t, const Progression& taps_h, const Progression& taps_w, i64 first_step,
+                i64 last_step) const {
     i64 count = 0;
     const i64 tap_row = source_channels * kColumns;
-    for (; t.tap < d.taps; t.advance()) {
-      const i64 source_d = jd * d.step + t.base;
-      if (source_d < 0 || source_d >= d.source) continue;
-      const i64 z = source_d - (d0 * d.step + d.lowest);
-      for (Progression r = taps_h; r.tap < h.taps; r.advance()) {
-        const i64 source_h = jh * h.step + r.base;
-        if (source_h < 0 || source_h >= h.source) continue;
-        const i64 y = source_h - (h0 * h.step + h.lowest);
-        for (Progression s = taps_w; s.tap < w.taps; s.advance()) {
+    for (; t.count > 0; t.advance()) {
+      for (Progression r = taps_h; r.count > 0; r.advance()) {
+        for (Progression s = taps_w; s.count > 0; s.advance()) {
           if (last_step * w.step + s.base < 0) continue;
           if (first_step * w.step + s.base >= w.source) continue;
-          const i64 a = z * slab_plane + y * slab_row + (s.base - w.lowest) * pixel;
+          const i64 a = (t.base - d.lowest) * slab_plane + (r.base - h.lowest) * slab_row +
+                        (s.base - w.lowest) * pixel;
           const i64 b = ((t.tap * h.taps + r.tap) * w.taps + s.tap) * tap_row;
           if (count > 0) {
             Segment& last = segments[count - 1];
@@ -191,10 +192,13 @@ struct Gather {
     return count;
   }
 
+  // Of `lines` images from n on.
+  template <int lines>
   void run_tile(i64 n, i64 g, i64 td, i64 th, i64 tw, i64 first_block, i64 last_block) const {
     const i64 d0 = td * d.tile, h0 = th * h.tile, w0 = tw * w.tile;
     const i64 w_steps = least(w.tile, (w.result + w.phases - 1) / w.phases - w0);
-    const T* region = region_of(n, g, d0, h0, w0, w_steps);
+    const T* region = region_of(n, 0, g, d0, h0, w0, w_steps);
+    if (lines == 2) region_of(n, 1, g, d0, h0, w0, w_steps);
     const i64 ud0 = d0 * d.phases, ud1 = least(ud0 + d.tile * d.phases, d.result);
     const i64 uh0 = h0 * h.phases, uh1 = least(uh0 + h.tile * h.phases, h.result);
     const i64 uw0 = w0 * w.phases, uw1 = least(uw0 + w.tile * w.phases, w.result);
@@ -204,6 +208,9 @@ struct Gather {
     const bool far = w.highest - w.lowest >= kTileRows;
     const bool plain = in_place<E>(result) && args.alpha == 1 && !args.bias.data &&
                        !(args.accumulate.data && args.beta != 0);
+    i64 segment_count = 0;
+    Progression listed_d{}, listed_h{};
+    bool again = true;
     for (i64 block = first_block; block < last_block; ++block) {
       const i64 columns = least(kColumns, result_channels - block * kColumns);
       const int vectors = columns > kLanes<T> ? 2 : 1;
@@ -211,41 +218,50 @@ struct Gather {
       const i64 stored = at_once ? result.stride[5] : kColumns;
       Product<T> product{nullptr, w.step * pixel, 1,
                          panels + (g * blocks + block) * panel, kColumns, segments, 0,
-                         nullptr, w.phases * stored};
+                         nullptr, w.phases * stored, false, slab_image,
+                         at_once ? result.stride[0] : stage_image};
       for (i64 ud = ud0; ud < ud1; ++ud) {
         const i64 jd = ud / d.phases;
-        const Progression taps_d = d.taps_of(ud % d.phases);
+        const Progression taps_d = d.inside(d.taps_of(ud % d.phases), jd);
         for (i64 uh = uh0; uh < uh1; ++uh) {
           const i64 jh = uh / h.phases;
-          const Progression taps_h = h.taps_of(uh % h.phases);
+          const Progression taps_h = h.inside(h.taps_of(uh % h.phases), jh);
+          const T* from = region + (jd - d0) * d.step * slab_plane + (jh - h0) * h.step * slab_row;
           T* row = stage + (in_rows ? 0 : ((ud - ud0) * stage_h + uh - uh0) * width * kColumns);
           if (at_once) row = reinterpret_cast<T*>(result_at(n, g, block, ud, uh, uw0));
-          if (in_rows) fetch_row(n, g, block, columns, ud, uh, uw0, width);
+          for (int i = 0; in_rows && i < lines; ++i) {
+            fetch_row(n + i, g, block, columns, ud, uh, uw0, width);
+          }
+          // Most rows have the taps of the one before.
+          again = again || far || w.phases > 1 || !taps_d.same(listed_d) || !taps_h.same(listed_h);
           for (i64 fw = 0; fw < w.phases && uw0 + fw < uw1; ++fw) {
             const i64 steps = (width - fw + w.phases - 1) / w.phases;
             const Progression taps_w = w.taps_of(fw);
-            const Cut cut = cut_rows(steps, kTileRows);
+            const Cut cut = cut_rows(steps, kTileRows / lines);
             i64 j = 0;
             for (i64 tile = 0; tile < cut.tiles; ++tile) {
               const i64 rows = cut.base + (tile < cut.extra);
               // Taps far apart reach other steps: each tile has its own list.
-              if (tile == 0 || far) {
-                product.segment_count =
-                    list_taps(jd, d0, taps_d, jh, h0, taps_h, taps_w, w0 + j,
-                              w0 + (far ? j + rows : steps) - 1);
+              if ((again && tile == 0) || far) {
+                segment_count = list_taps(taps_d, taps_h, taps_w, w0 + j,
+                                          w0 + (far ? j + rows : steps) - 1);
               }
-              product.a = region + j * w.step * pixel;
+              product.segment_count = segment_count;
+              product.a = from + j * w.step * pixel;
               product.c = row + (fw + j * w.phases) * stored;
-              brgemm<T, Walk::kUnitStep, false>(product, static_cast<int>(rows), vectors);
+              brgemm<T, Walk::kUnitStep, lines>(product, static_cast<int>(lines * rows), vectors);
               j += rows;
             }
           }
+          again = false;
+          listed_d = taps_d;
+          listed_h = taps_h;
           if (in_rows && !at_once) {
-            write_tile(n, g, block, columns, ud, ud + 1, uh, uh + 1, uw0, width);
+            write_tile<lines>(n, g, block, columns, ud, ud + 1, uh, uh + 1, uw0, width);
           }
         }
       }
-      if (!in_rows) write_tile(n, g, block, columns, ud0, ud1, uh0, uh1, uw0, width);
+      if (!in_rows) write_tile<lines>(n, g, block, columns, ud0, ud1, uh0, uh1, uw0, width);
     }
   }
 
@@ -265,8 +281,17 @@ struct Gather {
     }
   }
 
+  template <int lines>
   void write_tile(i64 n, i64 g, i64 block, i64 columns, i64 ud0, i64 ud1, i64 uh0, i64 uh1,
                   i64 uw0, i64 width) const {
+    for (int i = 0; i < lines; ++i) {
+      const T* staged = stage + i * stage_image;
+      write_image(n + i, staged, g, block, columns, ud0, ud1, uh0, uh1, uw0, width);
+    }
+  }
+
+  void write_image(i64 n, const T* staged, i64 g, i64 block, i64 columns, i64 ud0, i64 ud1,
+                   i64 uh0, i64 uh1, i64 uw0, i64 width) const {
     const i64 channel = block * kColumns;
     const bool adds = args.accumulate.data != nullptr && args.beta != 0;
     const View& add = args.accumulate;
@@ -288,7 +313,7 @@ struct Gather {
     const i64 at_once = joined ? uh1 - uh0 : 1;
     for (i64 ud = ud0; ud < ud1; ++ud) {
       for (i64 uh = uh0; uh < uh1; uh += at_once) {
-        const T* row = stage + ((ud - ud0) * stage_h + uh - uh0) * width * kColumns;
+        const T* row = staged + ((ud - ud0) * stage_h + uh - uh0) * width * kColumns;
         to.result = result_at(n, g, block, ud, uh, uw0);
         to.accumulate = nullptr;
         if (adds) {
@@ -318,7 +343,7 @@ void gather(const ConvArgs& args, bool backward, Control* control, void* scratch
   const i64 per_task = args.block[3];
   const i64 shares = (work.blocks + per_task - 1) / per_task;
   const i64 tiles = work.d.tiles * work.h.tiles * work.w.tiles;
-  const i64 total = args.batch * args.groups * tiles * shares;
+  const i64 total = (args.batch + work.images - 1) / work.images * args.groups * tiles * shares;
   for (i64 task; (task = take_task(control, 1, total)) >= 0;) {
     i64 rest = task;
     const i64 share = rest % shares;
@@ -329,8 +354,13 @@ void gather(const ConvArgs& args, bool backward, Control* control, void* scratch
     rest /= work.h.tiles;
     const i64 td = rest % work.d.tiles;
     rest /= work.d.tiles;
-    work.run_tile(rest / args.groups, rest % args.groups, td, th, tw, share * per_task,
-                  least(share * per_task + per_task, work.blocks));
+    const i64 n = rest / args.groups * work.images, g = rest % args.groups;
+    const i64 first = share * per_task, last = least(first + per_task, work.blocks);
+    if (least(work.images, args.batch - n) == 2) {
+      work.template run_tile<2>(n, g, td, th, tw, first, last);
+    } else {
+      work.template run_tile<1>(n, g, td, th, tw, first, last);
+    }
   }
 }
 

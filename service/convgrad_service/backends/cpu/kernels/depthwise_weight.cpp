@@ -4,8 +4,9 @@
 // positions (depthwise.hpp). For some blocks of columns of a row of grad_output, it goes through the
 // vectors and the runs of taps: the taps of a run are summed in registers, loading each input vector
 // once for all taps that use it, and added to the sums [vector][tap] of the thread. These are added
-// to the split's partial sums in the workspace after a fixed number of positions. A second phase
-// sums the splits in order, applies alpha and beta * accumulate and rounds once.
+// to the split's partial sums in the workspace after a fixed number of positions, so that no chain
+// of additions is long. A second phase sums the splits in order, applies alpha and beta * accumulate
+// and rounds once.
 //
 // Requires: PlanarArgs with one input and output channel per group and dst = grad_output; tile,
 // scratch and splits from plans/cpu_depthwise.py; a workspace of splits * taps * groups
@@ -18,7 +19,7 @@ namespace convgrad {
 namespace {
 
 // Positions after which a thread's sums are added to the partial sums, so that errors stay small.
-constexpr i64 kPositions = 2048;
+constexpr i64 kPositions = 512;
 
 // grad_output at a block of columns, of which `valid` exist.
 template <class T>
@@ -43,10 +44,7 @@ CONVGRAD_INLINE void contract_runs(Met<T> met, const MetRun<T>* run, const Gradi
 #pragma clang loop unroll(full)
   for (int g = 0; g < G; ++g) {
 #pragma clang loop unroll(full)
-    for (int s = 0; s < S; ++s) {
-      sum[g][s][0] = load_raw<Vec<T>>(sums + run[g].weight + s * L);
-      if constexpr (A == 2) sum[g][s][1] = splat(T(0));
-    }
+    for (int s = 0; s < S; ++s) sum[g][s][0] = sum[g][s][A - 1] = splat(T(0));
   }
   const T* from = y.first + offset;
   do {
@@ -90,7 +88,8 @@ CONVGRAD_INLINE void contract_runs(Met<T> met, const MetRun<T>* run, const Gradi
 #pragma clang loop unroll(full)
     for (int s = 0; s < S; ++s) {
       const Vec<T> total = A == 2 ? sum[g][s][0] + sum[g][s][A - 1] : sum[g][s][0];
-      store_raw(sums + run[g].weight + s * L, total);
+      T* to = sums + run[g].weight + s * L;
+      store_raw(to, load_raw<Vec<T>>(to) + total);
     }
   }
 }
@@ -196,7 +195,20 @@ void contract(const PlanarArgs& args, Control* control, void* scratch) {
     const i64 last = (split + 1) * units / args.splits;
     T* partials = static_cast<T*>(args.workspace) +
                   (split * blocks + block * (args.group_block / L)) * of_block;
-    i64 summed = 0, flushed = 0;
+    const i64 held = ceil_div(least(args.groups - block * args.group_block, args.group_block), L) *
+                     of_block;
+    i64 summed = 0;
+    bool adds = false;
+    const auto flush = [&] {
+      for (i64 i = 0; i < held; i += L) {
+        const Vec<T> sum = load_raw<Vec<T>>(sums + i);
+        store_raw(partials + i, adds ? sum + load_raw<Vec<T>>(partials + i) : sum);
+      }
+      fill_zero(sums, held);
+      summed = 0;
+      adds = true;
+    };
+    fill_zero(sums, held);
     for (i64 unit = split * units / args.splits; unit < last; ++unit) {
       const TileOrigin tile = tile_at(args, block, unit);
       i64 first[3], extent[3];
@@ -209,9 +221,10 @@ void contract(const PlanarArgs& args, Control* control, void* scratch) {
       const Grid<const T> gradient = read_grid<E>(args.dst, args.dst_size, tile, tile.start,
                                                   tile.extent, direct, gradient_block, position);
       const Vectors<T> vectors{ceil_div(tile.groups, L), tile.groups, direct};
-      const i64 held = vectors.count * of_block, several = blocks_together(vectors.count);
-      if (summed == 0) fill_zero(sums, held);
+      const i64 several = blocks_together(vectors.count);
       const i64 columns = tile.extent[2], together = columns_together(columns);
+      // Columns past the end of a row must not read what is not in the block.
+      const i64 width = least(args.src_size[2], first[2] + extent[2]);
       for (i64 v0 = 0; v0 < tile.extent[0]; ++v0) {
         for (i64 v1 = 0; v1 < tile.extent[1]; ++v1) {
           const i64 t[2] = {tile.start[0] + v0, tile.start[1] + v1};
@@ -230,7 +243,7 @@ void contract(const PlanarArgs& args, Control* control, void* scratch) {
           };
           for (i64 next = 0, n; next < columns; next += n * together) {
             const i64 t2 = tile.start[2] + next;
-            const Met<T> row{met, count, t2, args.src_step[2], source.step[2], args.src_size[2]};
+            const Met<T> row{met, count, t2, args.src_step[2], source.step[2], width};
             const Gradient<T> y{gradient.at(t[0], t[1], t2), gradient.step[2], columns - next};
             n = 0;
             while (n < several && inside(next + n * together)) ++n;
@@ -240,17 +253,12 @@ void contract(const PlanarArgs& args, Control* control, void* scratch) {
               contract_any<T, false>(together, row, y, n = 1, vectors, sums, of_block);
             }
           }
+          summed += columns;
+          if (summed >= kPositions) flush();
         }
       }
-      summed += tile.extent[0] * tile.extent[1] * tile.extent[2];
-      if (summed < kPositions && unit + 1 < last) continue;
-      for (i64 i = 0; i < held; i += L) {
-        const Vec<T> sum = load_raw<Vec<T>>(sums + i);
-        store_raw(partials + i, flushed == 0 ? sum : sum + load_raw<Vec<T>>(partials + i));
-      }
-      summed = 0;
-      ++flushed;
     }
+    flush();
     finish_task(control, 0);
   }
   if (!wait_phase(control, 0, tasks)) return;

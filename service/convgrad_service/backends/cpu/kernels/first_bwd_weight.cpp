@@ -207,8 +207,11 @@ struct FirstGradient {
                                    segments,
                                    rows,
                                    sums + (run->term + term) * padded_k + k,
-                                   padded_k};
-          brgemm<T, Walk::kUnitRow, true>(product, static_cast<int>(count), vectors);
+                                   padded_k,
+                                   true,
+                                   0,
+                                   0};
+          brgemm<T, Walk::kUnitRow>(product, static_cast<int>(count), vectors);
           term += count;
         }
       }

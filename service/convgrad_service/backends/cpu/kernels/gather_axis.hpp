@@ -9,13 +9,18 @@ namespace convgrad {
 
 // The taps of one phase, and the value of `base` for each: arithmetic progressions.
 struct Progression {
+  i64 count;
   i64 tap;
   i64 tap_step;
   i64 base;
   i64 base_step;
   CONVGRAD_INLINE void advance() {
+    --count;
     tap += tap_step;
     base += base_step;
+  }
+  CONVGRAD_INLINE bool same(const Progression& other) const {
+    return count == other.count && tap == other.tap && base == other.base;
   }
 };
 
@@ -39,19 +44,29 @@ struct Axis {
   i64 slab() const { return (tile - 1) * step + highest - lowest + 1; }
   // Returns the taps of a phase.
   CONVGRAD_INLINE Progression taps_of(i64 phase) const {
-    if (!backward) return {0, 1, -pad, dilation};
-    if (phases == 1) return {0, 1, phase + pad, -dilation};
+    if (!backward) return {taps, 0, 1, -pad, dilation};
+    if (phases == 1) return {taps, 0, 1, phase + pad, -dilation};
     i64 first = 0;
     while (first < taps && (phase + pad - first * dilation) % phases != 0) ++first;
     // After that, every phases / gcd(phases, dilation)-th.
-    return {first, period, (phase + pad - first * dilation) / phases, -dilation * period / phases};
+    return {(taps - first + period - 1) / period, first, period,
+            (phase + pad - first * dilation) / phases, -dilation * period / phases};
+  }
+  // Returns those that read the source, not padding, at step j: adjacent ones.
+  CONVGRAD_INLINE Progression inside(Progression tap, i64 j) const {
+    const auto outside = [&](i64 base) {
+      return static_cast<u64>(j * step + base) >= static_cast<u64>(source);
+    };
+    while (tap.count > 0 && outside(tap.base)) tap.advance();
+    while (tap.count > 0 && outside(tap.base + (tap.count - 1) * tap.base_step)) --tap.count;
+    return tap;
   }
   // Whether a tile reads the source coordinate at a distance from its first; a tile that is
   // smaller than the dilation leaves gaps.
   bool reads(i64 distance) const {
     if (dilation <= tile) return true;
     for (i64 phase = 0; phase < least(phases, result); ++phase) {
-      for (Progression tap = taps_of(phase); tap.tap < taps; tap.advance()) {
+      for (Progression tap = taps_of(phase); tap.count > 0; tap.advance()) {
         const i64 steps = distance + lowest - tap.base;
         if (steps >= 0 && steps < tile * step && steps % step == 0) return true;
       }

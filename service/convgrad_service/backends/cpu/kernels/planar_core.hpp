@@ -8,35 +8,45 @@
 
 namespace convgrad {
 
+// Terms of a sum in registers. Sums of more are added in memory, so that errors stay small.
+inline constexpr i64 kTerms = 128;
+
 // sums[k][t] = sum over j of weights[j][k] * src[offset[j] + t], for a register block of KT
 // channels k and VT vectors of positions t. Weights are broadcast.
 template <class T, int KT, int VT>
 CONVGRAD_INLINE void correlate_tile(const T* src, const i64* offset, i64 terms, const T* weights,
                                     T* sums, i64 pitch) {
   constexpr int L = kLanes<T>;
-  Vec<T> sum[KT][VT];
-#pragma clang loop unroll(full)
-  for (int k = 0; k < KT; ++k) {
-#pragma clang loop unroll(full)
-    for (int v = 0; v < VT; ++v) sum[k][v] = splat(T(0));
-  }
-  for (i64 j = 0; j < terms; ++j) {
-    const T* x = src + offset[j];
-    Vec<T> values[VT];
-#pragma clang loop unroll(full)
-    for (int v = 0; v < VT; ++v) values[v] = load_raw<Vec<T>>(x + v * L);
+  i64 j = 0;
+  do {
+    Vec<T> sum[KT][VT];
 #pragma clang loop unroll(full)
     for (int k = 0; k < KT; ++k) {
-      const Vec<T> w = splat(weights[j * KT + k]);
 #pragma clang loop unroll(full)
-      for (int v = 0; v < VT; ++v) sum[k][v] += values[v] * w;
+      for (int v = 0; v < VT; ++v) sum[k][v] = splat(T(0));
     }
-  }
+    const bool adds = j > 0;
+    for (const i64 end = least(terms, j + kTerms); j < end; ++j) {
+      const T* x = src + offset[j];
+      Vec<T> values[VT];
 #pragma clang loop unroll(full)
-  for (int k = 0; k < KT; ++k) {
+      for (int v = 0; v < VT; ++v) values[v] = load_raw<Vec<T>>(x + v * L);
 #pragma clang loop unroll(full)
-    for (int v = 0; v < VT; ++v) store_raw(sums + k * pitch + v * L, sum[k][v]);
-  }
+      for (int k = 0; k < KT; ++k) {
+        const Vec<T> w = splat(weights[j * KT + k]);
+#pragma clang loop unroll(full)
+        for (int v = 0; v < VT; ++v) sum[k][v] += values[v] * w;
+      }
+    }
+#pragma clang loop unroll(full)
+    for (int k = 0; k < KT; ++k) {
+#pragma clang loop unroll(full)
+      for (int v = 0; v < VT; ++v) {
+        T* to = sums + k * pitch + v * L;
+        store_raw(to, adds ? load_raw<Vec<T>>(to) + sum[k][v] : sum[k][v]);
+      }
+    }
+  } while (j < terms);
 }
 
 // VT such that KT * VT accumulators, VT source vectors and one broadcast fit the registers.
@@ -157,18 +167,22 @@ void contract_channels(const T* y, i64 pitch, const T* x, const i64* offset, i64
   contract_rest<T, KT, JT - 1>(terms - j, y, pitch, x, offset + j, vectors, products + j, stride);
 }
 
-// The same for all planes of y of one group and all offsets.
+// The same for all planes of y of one group and all offsets, a few vectors of positions at a time.
 template <class T>
 void contract(const T* y, i64 channels, i64 pitch, const T* x, const i64* offset, i64 terms,
               i64 vectors, T* products) {
-  for (i64 k = 0; k < channels;) {
-    const int tile = channels - k >= 4 ? 4 : tile_channels(channels - k);
-    const T* planes = y + k * pitch;
-    T* out = products + k * terms;
-    if (tile == 4) contract_channels<T, 4>(planes, pitch, x, offset, terms, vectors, out, terms);
-    if (tile == 2) contract_channels<T, 2>(planes, pitch, x, offset, terms, vectors, out, terms);
-    if (tile == 1) contract_channels<T, 1>(planes, pitch, x, offset, terms, vectors, out, terms);
-    k += tile;
+  constexpr i64 kVectors = 2 * kTerms;
+  for (; vectors > 0; vectors -= kVectors, y += kVectors * kLanes<T>, x += kVectors * kLanes<T>) {
+    const i64 some = least(vectors, kVectors);
+    for (i64 k = 0; k < channels;) {
+      const int tile = channels - k >= 4 ? 4 : tile_channels(channels - k);
+      const T* planes = y + k * pitch;
+      T* out = products + k * terms;
+      if (tile == 4) contract_channels<T, 4>(planes, pitch, x, offset, terms, some, out, terms);
+      if (tile == 2) contract_channels<T, 2>(planes, pitch, x, offset, terms, some, out, terms);
+      if (tile == 1) contract_channels<T, 1>(planes, pitch, x, offset, terms, some, out, terms);
+      k += tile;
+    }
   }
 }
 
