@@ -10,19 +10,17 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, RedirectResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.middleware.errors import ServerErrorMiddleware
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from convgrad import _version
 from convgrad.contract import OPERATIONS, Operation
 from convgrad.contract.examinations import PLANS, TIMINGS, VERIFICATIONS
 from convgrad_service.engine.pipeline import Pipeline
 from convgrad_service.engine.telemetry.tracing import traces_to
-from convgrad_service.http_api.context import context_of
 from convgrad_service.http_api.describing import answer_layers, catalogue, health_router
 from convgrad_service.http_api.examinations import PlanTransport, TimeTransport, VerifyTransport
-from convgrad_service.http_api.middleware import ExchangeMiddleware
+from convgrad_service.http_api.middleware import ExchangeMiddleware, _App, context_of
 from convgrad_service.http_api.oip_routes import add_oip
 from convgrad_service.http_api.openapi import install_openapi
 from convgrad_service.http_api.pages import add_docs, add_page
@@ -134,22 +132,6 @@ def management_app(pipeline: Pipeline) -> FastAPI:
     app.add_exception_handler(HTTPException, _answer_http_exception)
     app.exchange = ExchangeMiddleware(partial(FastAPI.__call__, app), pipeline)
     return app
-
-
-class _App(FastAPI):
-    """FastAPI without its own outer middleware, which takes longer than a small request."""
-
-    exchange: ASGIApp
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See `ExchangeMiddleware`."""
-        await self.exchange(scope, receive, send)
-
-    def build_middleware_stack(self) -> ASGIApp:
-        """Omit the outermost layer, which would answer errors before `ExchangeMiddleware` could."""
-        outermost = super().build_middleware_stack()
-        assert isinstance(outermost, ServerErrorMiddleware)  # noqa: S101 - as Starlette has it
-        return outermost.app
 
 
 async def _answer_http_exception(request: Request, error: Exception) -> Response:

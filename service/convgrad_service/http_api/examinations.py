@@ -21,7 +21,7 @@ from convgrad_service.engine.request import Decoded, blank
 from convgrad_service.engine.scheduling.quotas import Caller, KeyLimits, Ticket
 from convgrad_service.engine.submissions import Submissions
 from convgrad_service.http_api.codecs import JSON, BodyForm
-from convgrad_service.http_api.context import context_of
+from convgrad_service.http_api.middleware import context_of
 from convgrad_service.http_api.negotiation import choose_accepted
 from convgrad_service.http_api.problem_details import problem_details
 from convgrad_service.http_api.transport import BodyTransport, HttpTransport

@@ -21,8 +21,7 @@ from convgrad_service.engine.pipeline import Pipeline
 from convgrad_service.engine.shm.registry import RegionInfo
 from convgrad_service.engine.telemetry.request_metrics import RequestMetrics
 from convgrad_service.http_api.body import small_body
-from convgrad_service.http_api.context import context_of
-from convgrad_service.http_api.middleware import Endpoints
+from convgrad_service.http_api.middleware import Endpoints, context_of
 from convgrad_service.http_api.oip import InferTransport
 from convgrad_service.http_api.transport import Endpoint
 from convgrad_service.oip.fields import operation_named

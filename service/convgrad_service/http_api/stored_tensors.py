@@ -24,8 +24,9 @@ from convgrad_service.engine.scheduling.quotas import Ticket, acquired
 from convgrad_service.engine.shm.stored import TensorStore
 from convgrad_service.http_api.body import Body, BodyLimits
 from convgrad_service.http_api.codecs import JSON, NPY, SAFETENSORS, Chunk, npy_content_type
-from convgrad_service.http_api.context import connection_of, context_of
+from convgrad_service.http_api.connection import connection_of
 from convgrad_service.http_api.json_forms import described_tensor, parse_json_body
+from convgrad_service.http_api.middleware import context_of
 from convgrad_service.http_api.multipart_body import npy_dtype
 from convgrad_service.http_api.negotiation import (
     choose_accepted,

@@ -31,8 +31,9 @@ from convgrad_service.http_api.codecs import (
     BodyForm,
     Chunk,
 )
-from convgrad_service.http_api.context import CONNECTION, Connection, connection_of, context_of
+from convgrad_service.http_api.connection import CONNECTION, Connection, connection_of
 from convgrad_service.http_api.json_forms import EncodedLater
+from convgrad_service.http_api.middleware import context_of
 from convgrad_service.http_api.negotiation import (
     choose_accepted,
     match_content_type,
