@@ -15,12 +15,11 @@ from convgrad_service.backends.base import ServingBackend, Vitals
 from convgrad_service.engine.hub import Hub
 from convgrad_service.engine.memory.arena import Arena
 from convgrad_service.engine.options import EngineOptions
-from convgrad_service.engine.scheduling.partition import JobResult
 from convgrad_service.engine.scheduling.scheduler import Scheduler
-from convgrad_service.engine.scheduling.task import Task
+from convgrad_service.engine.scheduling.task import Job, JobResult, Task
 from convgrad_service.engine.shm.mappings import RegionMappings
 from convgrad_service.engine.shm.registry import RegionRegistry
-from convgrad_service.engine.workers.execute import Job, compile_ahead, run_job
+from convgrad_service.engine.workers.execute import compile_ahead, run_job
 from convgrad_service.error_frames import without_traceback
 from convgrad_service.thread_priority import lower_priority
 

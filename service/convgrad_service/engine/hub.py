@@ -13,20 +13,17 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
 
 from convgrad.errors import InvalidProblem, ServiceError
-from convgrad_service.engine.memory.arena import Arena, FreeList
-from convgrad_service.engine.memory.lease import Lease, LeasePool
+from convgrad_service.engine.admission import Status
+from convgrad_service.engine.memory.arena import Arena, FreeList, Lease, LeasePool
 from convgrad_service.engine.options import SMALL_REQUEST_BYTES, EngineOptions
-from convgrad_service.engine.scheduling.partition import JobResult, OnPartDone
 from convgrad_service.engine.scheduling.quotas import Caller, Quotas, Ticket
 from convgrad_service.engine.scheduling.scheduler import Scheduler
+from convgrad_service.engine.scheduling.task import Job, JobResult, OnPartDone
 from convgrad_service.engine.shm.registry import RegionInfo, RegionPart, RegionRegistry
 from convgrad_service.engine.shm.stored import TensorStore
-from convgrad_service.engine.status import Status
 from convgrad_service.engine.submissions import Submissions
-from convgrad_service.engine.telemetry.record import Record
-from convgrad_service.engine.telemetry.request_metrics import RequestMetrics
+from convgrad_service.engine.telemetry.record import Record, RequestMetrics
 from convgrad_service.engine.workers.child_process import Children
-from convgrad_service.engine.workers.execute import Job
 from convgrad_service.engine.workers.inline_executor import InlineBackend, InlineExecutor
 
 __all__ = ["Engine", "Hub", "JobHandle", "call_hub"]

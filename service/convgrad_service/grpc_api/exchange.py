@@ -15,8 +15,8 @@ import grpc
 
 from convgrad.errors import CODES, DeadlineExceeded, Internal, ServiceError
 from convgrad_service.engine.hub import Engine
-from convgrad_service.engine.telemetry.record import TRACE_HEADERS, RequestContext, log_exchange
-from convgrad_service.engine.telemetry.record import access as _access
+from convgrad_service.engine.request import TRACE_HEADERS, RequestContext, log_exchange
+from convgrad_service.engine.request import access as _access
 from convgrad_service.engine.telemetry.tracing import Traces
 from convgrad_service.error_frames import without_traceback
 from convgrad_service.grpc_api.call import Call

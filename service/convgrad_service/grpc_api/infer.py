@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from functools import partial
 
-from convgrad_service.engine.deadline import Deadline
 from convgrad_service.engine.pipeline import Pipeline
+from convgrad_service.engine.request import Deadline
 from convgrad_service.grpc_api.call import EOF, Call
 from convgrad_service.grpc_api.exchange import Exchanges
 from convgrad_service.grpc_api.infer_transport import (

@@ -12,12 +12,17 @@ import numpy as np
 
 from convgrad.contract import OPERATIONS, Operation, Report
 from convgrad.errors import MalformedRequest, ProblemTooLarge, ServiceError
-from convgrad_service.engine.deadline import Deadline
 from convgrad_service.engine.execution import Execution, ResponseTemplate, Result, split_at
-from convgrad_service.engine.memory.lease import Lease
+from convgrad_service.engine.memory.arena import Lease
 from convgrad_service.engine.pipeline import Pipeline
-from convgrad_service.engine.request import SMALL_BYTES, ComputeRequest, Decoded, blank
-from convgrad_service.engine.telemetry.record import RequestContext
+from convgrad_service.engine.request import (
+    SMALL_BYTES,
+    ComputeRequest,
+    Deadline,
+    Decoded,
+    RequestContext,
+    blank,
+)
 from convgrad_service.grpc_api.infer_wire import (
     Part,
     cut_raw_contents,

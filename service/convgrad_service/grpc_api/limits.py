@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from convgrad.errors import MalformedRequest, Overloaded, RequestTimeout, ServiceError
-from convgrad_service.engine.deadline import Deadline
+from convgrad_service.engine.request import Deadline
 from convgrad_service.grpc_api.call import EOF, Call
 from convgrad_service.grpc_api.messages import inflated
 from convgrad_service.server.settings import Settings

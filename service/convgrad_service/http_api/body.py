@@ -17,11 +17,10 @@ from starlette.types import Message, Receive, Scope
 from convgrad.errors import MalformedRequest, PayloadTooLarge, RequestTimeout
 from convgrad_service.engine.execution import Execution, Filler, Source
 from convgrad_service.engine.hub import Engine
-from convgrad_service.engine.memory.lease import Lease, leased
+from convgrad_service.engine.memory.arena import Lease, leased
 from convgrad_service.engine.options import MAX_TRANSFER_S
 from convgrad_service.engine.pipeline import Pipeline
-from convgrad_service.engine.request import SMALL_BYTES, ClientGone
-from convgrad_service.engine.telemetry.record import Timings
+from convgrad_service.engine.request import SMALL_BYTES, ClientGone, Timings
 from convgrad_service.http_api.connection import connection_of, size_of_target
 from convgrad_service.http_api.middleware import context_of
 from convgrad_service.server.settings import Settings

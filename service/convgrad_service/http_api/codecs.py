@@ -21,10 +21,9 @@ from convgrad.errors import MalformedRequest, NotAcceptable
 from convgrad.wire import npy, safetensors
 from convgrad.wire.shapes import data_view, dtype_of
 from convgrad_service.engine.execution import Execution, ResponseTemplate, Result, split_at
-from convgrad_service.engine.memory.lease import Lease
+from convgrad_service.engine.memory.arena import Lease
 from convgrad_service.engine.pipeline import Pipeline
-from convgrad_service.engine.request import SMALL_BYTES, Fields, blank
-from convgrad_service.engine.telemetry.record import Timings
+from convgrad_service.engine.request import SMALL_BYTES, Fields, Timings, blank
 from convgrad_service.http_api.body import Body, TextReader
 from convgrad_service.http_api.json_forms import (
     EncodedLater,

@@ -22,9 +22,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from convgrad.errors import ServiceError
 from convgrad_service.engine.pipeline import Pipeline
-from convgrad_service.engine.request import ClientGone
-from convgrad_service.engine.telemetry.record import TRACE_HEADERS, RequestContext, log_exchange
-from convgrad_service.engine.telemetry.record import access as _access
+from convgrad_service.engine.request import TRACE_HEADERS, ClientGone, RequestContext, log_exchange
+from convgrad_service.engine.request import access as _access
 from convgrad_service.engine.telemetry.tracing import Traces
 from convgrad_service.http_api.connection import ReceiveInto, connection_of
 from convgrad_service.http_api.problem_details import internal, problem_details

@@ -22,7 +22,7 @@ from convgrad_service.engine.execution import (
     Result,
     split_at,
 )
-from convgrad_service.engine.memory.lease import Lease
+from convgrad_service.engine.memory.arena import Lease
 from convgrad_service.engine.request import SMALL_BYTES, Decoded, blank
 from convgrad_service.http_api.body import Text
 from convgrad_service.http_api.codecs import MAX_KEY_BYTES

@@ -19,7 +19,7 @@ from convgrad.wire.sentences import shown
 from convgrad_service.engine.hub import call_hub
 from convgrad_service.engine.pipeline import Pipeline
 from convgrad_service.engine.shm.registry import RegionInfo
-from convgrad_service.engine.telemetry.request_metrics import RequestMetrics
+from convgrad_service.engine.telemetry.record import RequestMetrics
 from convgrad_service.http_api.body import small_body
 from convgrad_service.http_api.middleware import Endpoints, context_of
 from convgrad_service.http_api.oip import InferTransport

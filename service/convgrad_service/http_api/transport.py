@@ -17,11 +17,17 @@ from starlette.types import Receive, Scope, Send
 
 from convgrad.contract import Operation
 from convgrad.errors import ServiceError
-from convgrad_service.engine.deadline import CancelScope, Deadline
 from convgrad_service.engine.execution import Execution, Result
-from convgrad_service.engine.memory.lease import Lease
+from convgrad_service.engine.memory.arena import Lease
 from convgrad_service.engine.pipeline import Pipeline, Transport
-from convgrad_service.engine.request import SMALL_BYTES, ClientGone, ComputeRequest, Decoded
+from convgrad_service.engine.request import (
+    SMALL_BYTES,
+    CancelScope,
+    ClientGone,
+    ComputeRequest,
+    Deadline,
+    Decoded,
+)
 from convgrad_service.http_api.body import Body, BodyLimits
 from convgrad_service.http_api.codecs import (
     ANSWER_FORMS,

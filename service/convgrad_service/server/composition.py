@@ -10,9 +10,10 @@ from convgrad_service.backends.base import ServingBackend
 from convgrad_service.backends.cpu import CpuBackend
 from convgrad_service.backends.selection import BackendOptions, backend_named
 from convgrad_service.cgroups import memory_bytes
+from convgrad_service.engine.admission import Limits
 from convgrad_service.engine.embedded import embedded_hub
 from convgrad_service.engine.hub import Engine
-from convgrad_service.engine.options import EngineOptions, Limits
+from convgrad_service.engine.options import EngineOptions
 from convgrad_service.engine.pipeline import Pipeline
 from convgrad_service.engine.workers.inline_executor import InlineBackend
 from convgrad_service.engine.workers.worker_main import WorkerRecipe

@@ -17,15 +17,13 @@ from convgrad.errors import Overloaded
 from convgrad_service.engine.hub import Hub
 from convgrad_service.engine.ipc import messages as m
 from convgrad_service.engine.ipc.channel import MAX_MISSED, Channel, Heartbeat, Ping, Pong
-from convgrad_service.engine.memory.lease import Lease
+from convgrad_service.engine.memory.arena import Lease
 from convgrad_service.engine.memory.tensor_layout import TensorLayout, unpack_layout
-from convgrad_service.engine.scheduling.partition import JobResult
 from convgrad_service.engine.scheduling.quotas import Caller, CountedTicket
-from convgrad_service.engine.scheduling.task import Task, TaskGroup
+from convgrad_service.engine.scheduling.task import Job, JobResult, Task, TaskGroup
 from convgrad_service.engine.shm.registry import RegionPart, RegionSlice
 from convgrad_service.engine.telemetry.record import Record
 from convgrad_service.engine.workers.child_process import START_S
-from convgrad_service.engine.workers.execute import Job
 from convgrad_service.problems.base import Lane
 
 __all__ = ["FrontEnd"]

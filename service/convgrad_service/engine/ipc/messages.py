@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from convgrad_service.engine.admission import Status
 from convgrad_service.engine.ipc.channel import Interned, MessageTypes, Ping, Pong
-from convgrad_service.engine.status import Status
 from convgrad_service.engine.telemetry.record import Record
 
 

@@ -10,17 +10,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from convgrad_service.engine.admission import Status
 from convgrad_service.engine.hub import JobHandle
 from convgrad_service.engine.ipc import messages as m
 from convgrad_service.engine.ipc.channel import Channel, InternTable, Ping, Pong
-from convgrad_service.engine.memory.arena import Arena, FreeList
-from convgrad_service.engine.memory.lease import Lease
-from convgrad_service.engine.scheduling.partition import JobResult, OnPartDone
+from convgrad_service.engine.memory.arena import Arena, FreeList, Lease
 from convgrad_service.engine.scheduling.quotas import Caller, Ticket
+from convgrad_service.engine.scheduling.task import Job, JobResult, OnPartDone
 from convgrad_service.engine.shm.registry import RegionPart, RegionSlice
-from convgrad_service.engine.status import Status
 from convgrad_service.engine.telemetry.record import Record
-from convgrad_service.engine.workers.execute import Job
 from convgrad_service.engine.workers.inline_executor import InlineBackend, InlineExecutor
 
 __all__ = ["RemoteHub"]

@@ -16,7 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from convgrad import _version
-from convgrad_service.engine.telemetry.request_metrics import OperationStatistics, RequestMetrics
+from convgrad_service.engine.telemetry.record import OperationStatistics, RequestMetrics
 
 __all__ = ["Metrics", "triton_exposition"]
 

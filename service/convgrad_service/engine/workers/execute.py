@@ -1,4 +1,4 @@
-"""Jobs, and how a worker runs one on tensors in shared memory."""
+"""How a worker runs a job on tensors in shared memory."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -17,79 +16,26 @@ from convgrad_service.engine.memory.arena import Arena
 from convgrad_service.engine.memory.tensor_layout import (
     PlacedTensor,
     TensorLayout,
-)
-from convgrad_service.engine.scheduling.partition import (
-    JobResult,
-    merge_results,
     partial_sums_of,
     pieces_of,
 )
-from convgrad_service.engine.shm.mappings import RegionMappings, not_in_place
+from convgrad_service.engine.scheduling.task import (
+    Job,
+    JobResult,
+    _is_copied,
+    _not_in_place,
+    merge_results,
+)
+from convgrad_service.engine.shm.mappings import RegionMappings
 from convgrad_service.engine.shm.registry import RegionSlice
 from convgrad_service.examination import examined
-from convgrad_service.problems.base import Lane, Piece
+from convgrad_service.problems.base import Piece
 from convgrad_service.problems.pieces import piece_tensors, place_part, sum_of_shares
 
-__all__ = ["Job", "compile_ahead", "run_job"]
+__all__ = ["compile_ahead", "run_job"]
 
 Arrays = Mapping[str, Any]
 """Arrays by name; `DeviceTensor` for those in device memory."""
-
-
-class Job(NamedTuple):
-    """A problem to compute: its layout, and where that is in memory.
-
-    Attributes
-    ----------
-    base
-        The offset of the lease in the arena.
-    regions
-        The shared memory that it uses, in the layout's order.
-    tasks
-        The number of parts that are scheduled separately.
-    sums
-        Whether a last task adds up partial sums.
-    """
-
-    layout: TensorLayout
-    base: int
-    regions: tuple[RegionSlice, ...] = ()
-    tasks: int = 1
-    sums: bool = False
-    lane: Lane = Lane.BY_SIZE
-
-    @property
-    def device(self) -> int | None:
-        """The device whose memory it uses, None if any will do.
-
-        Raises InvalidProblem if it uses the memory of several.
-        """
-        if not self.regions:
-            return None
-        devices = {each.device for each in self.regions} - {None}
-        if len(devices) > 1:
-            listed = " and ".join(map(str, sorted(each for each in devices if each is not None)))
-            raise InvalidProblem(f"the tensors are on the devices {listed}; expected one device")
-        return next(iter(devices), None)
-
-    @classmethod
-    def of(cls, layout: TensorLayout, base: int, regions: tuple[RegionSlice, ...]) -> Job:
-        """Make a job with as many tasks as possible."""
-        tasks = 1
-        if layout.sizes.parts > 1:
-            outputs = {tensor.name for tensor in layout.outputs}
-            # A single task if outputs may overlap inputs in a client's memory, which one part could
-            # overwrite before another reads them, or if inputs must first be copied to the arena.
-            copies = any(_is_copied(tensor) for tensor in layout.inputs)
-            if not copies and not outputs & _not_in_place(layout, regions):
-                tasks = len(pieces_of(layout.problem, layout.sizes.parts))
-        sums = tasks > 1 and bool(layout.partial_sums)
-        return cls(layout, base, regions, tasks, sums, layout.problem.lane)
-
-
-def _is_copied(tensor: PlacedTensor) -> bool:
-    """Return whether a tensor in shared memory is copied to the arena before it is used."""
-    return tensor.offset is not None and tensor.region is not None
 
 
 def _in_region(
@@ -101,17 +47,6 @@ def _in_region(
     if where.device is not None:
         return mappings.on_device(where, tensor.spec)
     return mappings.array(where, tensor.spec)
-
-
-@lru_cache(maxsize=256)
-def _not_in_place(layout: TensorLayout, regions: tuple[RegionSlice, ...]) -> frozenset[str]:
-    shared = [tensor for tensor in (*layout.inputs, *layout.outputs) if tensor.offset is None]
-    found = not_in_place(
-        {name: regions[region] for name, _, _, region in shared if region is not None},
-        layout.sizes.outputs,
-        {tensor.name: tensor.spec for tensor in shared},
-    )
-    return frozenset(found)
 
 
 def compile_ahead(

@@ -22,10 +22,10 @@ from convgrad_service.engine.memory.tensor_layout import (
     has_index_inputs,
     tensor_layout_of,
 )
-from convgrad_service.engine.scheduling.partition import JobResult
+from convgrad_service.engine.scheduling.task import Job, JobResult
 from convgrad_service.engine.shm.mappings import RegionMappings, truncated
 from convgrad_service.engine.shm.registry import RegionSlice
-from convgrad_service.engine.workers.execute import Job, run_job
+from convgrad_service.engine.workers.execute import run_job
 
 __all__ = ["InlineBackend", "InlineExecutor"]
 

@@ -22,12 +22,10 @@ from convgrad_service.engine.ipc.channel import (
     Pong,
 )
 from convgrad_service.engine.memory.arena import Arena
-from convgrad_service.engine.scheduling.partition import JobResult
 from convgrad_service.engine.scheduling.scheduler import Scheduler
-from convgrad_service.engine.scheduling.task import Task
+from convgrad_service.engine.scheduling.task import Job, JobResult, Task
 from convgrad_service.engine.shm.registry import RegionRegistry, RegionSlice
 from convgrad_service.engine.workers.child_process import START_S, DescriptorReserve, spawn
-from convgrad_service.engine.workers.execute import Job
 from convgrad_service.engine.workers.worker_main import (
     Cancel,
     Compiled,

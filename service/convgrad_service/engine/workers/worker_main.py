@@ -20,10 +20,10 @@ from convgrad_service.backends.base import Cancellation, ServingBackend, Vitals
 from convgrad_service.engine.ipc.channel import Interned, Ping, Pipe, Pong
 from convgrad_service.engine.memory.arena import Arena
 from convgrad_service.engine.memory.tensor_layout import TensorLayout, unpack_layout
-from convgrad_service.engine.scheduling.partition import JobResult
+from convgrad_service.engine.scheduling.task import Job, JobResult
 from convgrad_service.engine.shm.mappings import RegionMappings
 from convgrad_service.engine.shm.registry import RegionSlice
-from convgrad_service.engine.workers.execute import Job, compile_ahead, run_job
+from convgrad_service.engine.workers.execute import compile_ahead, run_job
 from convgrad_service.engine.workers.inline_executor import InlineBackend
 from convgrad_service.error_frames import without_traceback
 from convgrad_service.thread_priority import lower_priority, set_switch_interval
