@@ -9,11 +9,7 @@ from convgrad_service.engine.pipeline import Pipeline
 from convgrad_service.engine.request import Deadline
 from convgrad_service.grpc_api.call import EOF, Call
 from convgrad_service.grpc_api.exchange import Exchanges
-from convgrad_service.grpc_api.infer_transport import (
-    MAX_MESSAGE_BYTES,
-    InferTransport,
-    Message,
-)
+from convgrad_service.grpc_api.infer_transport import MAX_MESSAGE_BYTES, InferTransport, Message
 from convgrad_service.grpc_api.infer_wire import Part, encode_stream_error
 from convgrad_service.oip.shared_memory import SharedMemory
 from convgrad_service.server.settings import Settings

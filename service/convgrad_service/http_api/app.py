@@ -18,6 +18,7 @@ from convgrad.contract import OPERATIONS, Operation
 from convgrad.contract.examinations import PLANS, TIMINGS, VERIFICATIONS
 from convgrad_service.engine.pipeline import Pipeline
 from convgrad_service.engine.telemetry.tracing import traces_to
+from convgrad_service.http_api.codecs import OperationTransport
 from convgrad_service.http_api.describing import answer_layers, catalogue, health_router
 from convgrad_service.http_api.examinations import PlanTransport, TimeTransport, VerifyTransport
 from convgrad_service.http_api.middleware import ExchangeMiddleware, _App, context_of
@@ -26,7 +27,7 @@ from convgrad_service.http_api.openapi import install_openapi
 from convgrad_service.http_api.pages import add_docs, add_page
 from convgrad_service.http_api.problem_details import from_http_exception, problem_details
 from convgrad_service.http_api.stored_tensors import stored_routes
-from convgrad_service.http_api.transport import Endpoint, HttpTransport, OperationTransport
+from convgrad_service.http_api.transport import Endpoint, HttpTransport
 from convgrad_service.security.keys import KeyRing
 from convgrad_service.server.settings import Settings
 

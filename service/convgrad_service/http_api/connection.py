@@ -18,9 +18,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from starlette.types import Scope
-from uvicorn.protocols.http.httptools_impl import (
-    RequestResponseCycle,
-)
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from convgrad.errors import MalformedRequest
 from convgrad.wire.sentences import shown

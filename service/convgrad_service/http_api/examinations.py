@@ -20,11 +20,10 @@ from convgrad_service.engine.hub import JobHandle, call_hub
 from convgrad_service.engine.request import Decoded, blank
 from convgrad_service.engine.scheduling.quotas import Caller, KeyLimits, Ticket
 from convgrad_service.engine.submissions import Submissions
-from convgrad_service.http_api.codecs import JSON, BodyForm
+from convgrad_service.http_api.codecs import JSON, BodyForm, BodyTransport
 from convgrad_service.http_api.middleware import context_of
-from convgrad_service.http_api.negotiation import choose_accepted
 from convgrad_service.http_api.problem_details import problem_details
-from convgrad_service.http_api.transport import BodyTransport, HttpTransport
+from convgrad_service.http_api.transport import HttpTransport, choose_accepted
 from convgrad_service.long_json import dumps
 from convgrad_service.oip.request import Region
 from convgrad_service.oip.shared_memory import SharedMemory

@@ -15,13 +15,7 @@ from numpy.typing import NDArray
 
 from convgrad.contract import Report
 from convgrad.errors import MalformedRequest
-from convgrad_service.engine.execution import (
-    Execution,
-    Filler,
-    ResponseTemplate,
-    Result,
-    split_at,
-)
+from convgrad_service.engine.execution import Execution, Filler, ResponseTemplate, Result, split_at
 from convgrad_service.engine.memory.arena import Lease
 from convgrad_service.engine.request import SMALL_BYTES, Decoded, blank
 from convgrad_service.http_api.body import Text

@@ -19,10 +19,11 @@ from convgrad.contract import OPERATIONS, Operation, Report
 from convgrad.contract.examinations import PLANS, TIMINGS, VERIFICATIONS
 from convgrad.contract.timing import PlanExplained, TimedPlan
 from convgrad.contract.verification import Verification
-from convgrad_service.http_api.codecs import BODY_FORMS, JSON, NPY, NPZ, REPORT_HEADER, SAFETENSORS
+from convgrad_service.http_api.codecs import BODY_FORMS, JSON, REPORT_HEADER, SAFETENSORS
 from convgrad_service.http_api.examinations import EVENT_STREAM
 from convgrad_service.http_api.middleware import needs_no_key
-from convgrad_service.http_api.multipart_body import MEDIA_TYPE as MULTIPART
+from convgrad_service.http_api.numpy_files import MEDIA_TYPE as MULTIPART
+from convgrad_service.http_api.numpy_files import NPY, NPZ
 from convgrad_service.http_api.openapi_parts import (
     ANSWER_HEADERS,
     BINARY,

@@ -11,11 +11,7 @@ from typing import NamedTuple, Protocol
 
 from convgrad.errors import InvalidProblem
 from convgrad_service.backends.base import Vitals
-from convgrad_service.engine.memory.tensor_layout import (
-    PlacedTensor,
-    TensorLayout,
-    pieces_of,
-)
+from convgrad_service.engine.memory.tensor_layout import PlacedTensor, TensorLayout, pieces_of
 from convgrad_service.engine.shm.mappings import not_in_place
 from convgrad_service.engine.shm.registry import RegionSlice
 from convgrad_service.problems.base import Lane
