@@ -15,7 +15,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
 from convgrad.errors import InvalidProblem, ServiceError
 from convgrad_service.engine.admission import Status
 from convgrad_service.engine.memory.arena import Arena, FreeList, Lease, LeasePool
-from convgrad_service.engine.options import SMALL_REQUEST_BYTES, EngineOptions
+from convgrad_service.engine.options import SMALL_REQUEST_BYTES, EngineOptions, InlineBackend
 from convgrad_service.engine.scheduling.quotas import Caller, Quotas, Ticket
 from convgrad_service.engine.scheduling.scheduler import Scheduler
 from convgrad_service.engine.scheduling.task import Job, JobResult, OnPartDone
@@ -24,7 +24,7 @@ from convgrad_service.engine.shm.stored import TensorStore
 from convgrad_service.engine.submissions import Submissions
 from convgrad_service.engine.telemetry.record import Record, RequestMetrics
 from convgrad_service.engine.workers.child_process import Children
-from convgrad_service.engine.workers.inline_executor import InlineBackend, InlineExecutor
+from convgrad_service.engine.workers.inline_executor import InlineExecutor
 
 __all__ = ["Engine", "Hub", "JobHandle", "call_hub"]
 
@@ -168,6 +168,9 @@ class Hub:
     for tensor memory could deadlock with requests that hold tensors and wait for text memory.
     """
 
+    fault: str | None = None
+    """Why no device works; the supervisor of the workers sets it."""
+
     def __init__(
         self, arena: Arena, scheduler: Scheduler, options: EngineOptions, *, backend: str
     ) -> None:
@@ -184,7 +187,6 @@ class Hub:
         """Returns all metrics in Prometheus' text format."""
         self.quotas = Quotas()
         self.submissions = Submissions()
-        self.fault: Callable[[], str | None] = lambda: None
         self.dead: str | None = None
         self.regions = RegionRegistry(options.max_regions)
         self.tensors = TensorStore(
@@ -222,7 +224,7 @@ class Hub:
 
     @property
     def status(self) -> Status:
-        overload, fault = self.scheduler.overload, self.fault()
+        overload, fault = self.scheduler.overload, self.fault
         return Status(
             self.backend,
             ready=self.scheduler.workers > 0 and fault is None,
@@ -254,7 +256,7 @@ class Hub:
         self.inline_executor = InlineExecutor(self, backend, self.regions.descriptor)
 
     def admit(self) -> None:
-        if self.draining or self.scheduler.full or self.fault() is not None:
+        if self.draining or self.scheduler.full or self.fault is not None:
             self.status.admit()
 
     def publish(self) -> None:

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from convgrad_service.backends.base import ServingBackend
 from convgrad_service.engine.memory.arena import FreeList
 
-__all__ = ["MAX_TRANSFER_S", "SMALL_REQUEST_BYTES", "EngineOptions"]
+__all__ = [
+    "MAX_TRANSFER_S",
+    "SMALL_REQUEST_BYTES",
+    "EngineOptions",
+    "InlineBackend",
+    "WorkerRecipe",
+]
 
 SMALL_REQUEST_BYTES = 64 * 1024
 """Requests whose tensors take at most this may use the arena's reserve."""
@@ -64,3 +74,37 @@ class EngineOptions:
         """The size of all parts, in whole pages."""
         parts = (self.text_bytes, self.tensor_bytes, self.reserve_bytes)
         return sum(FreeList.rounded(size) for size in parts if size)
+
+
+class InlineBackend(NamedTuple):
+    """The backend for inline execution, used if the workers' backend has the same ``name``.
+
+    ``make`` should return one that starts no threads: waking one takes longer than computing.
+    """
+
+    name: str
+    make: Callable[[], ServingBackend]
+
+
+class WorkerRecipe(NamedTuple):
+    """How to start a worker.
+
+    Attributes
+    ----------
+    make_backend
+        Called in the worker with its device's number.
+    slots
+        Jobs at a time; None for the backend's default.
+    prepare
+        Called in the worker first.
+    inline_backend
+        What front ends may compute small problems with.
+    warm_up
+        Called with the backend of each device's first worker before it is ready; may take long.
+    """
+
+    make_backend: Callable[[int], ServingBackend]
+    slots: int | None = None
+    prepare: Callable[[], None] = gc.enable  # a picklable no-op: it is enabled anyway
+    inline_backend: InlineBackend | None = None
+    warm_up: Callable[[ServingBackend], None] | None = None

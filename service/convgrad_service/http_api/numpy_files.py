@@ -31,9 +31,7 @@ from convgrad.wire.shapes import checked_dtype, dtype_of
 from convgrad_service.engine.execution import Execution, Result
 from convgrad_service.engine.request import Fields
 from convgrad_service.http_api.body import TextReader
-from convgrad_service.http_api.json_forms import (
-    DeferredTensor,
-)
+from convgrad_service.http_api.json_forms import DeferredTensor
 from convgrad_service.http_api.transport import Arriving, Chunk, content_type_parameters
 from convgrad_service.problems import Problem
 

@@ -15,11 +15,12 @@ from convgrad_service.engine.hub import JobHandle
 from convgrad_service.engine.ipc import messages as m
 from convgrad_service.engine.ipc.channel import Channel, InternTable, Ping, Pong
 from convgrad_service.engine.memory.arena import Arena, FreeList, Lease
+from convgrad_service.engine.options import InlineBackend
 from convgrad_service.engine.scheduling.quotas import Caller, Ticket
 from convgrad_service.engine.scheduling.task import Job, JobResult, OnPartDone
 from convgrad_service.engine.shm.registry import RegionPart, RegionSlice
 from convgrad_service.engine.telemetry.record import Record
-from convgrad_service.engine.workers.inline_executor import InlineBackend, InlineExecutor
+from convgrad_service.engine.workers.inline_executor import InlineExecutor
 
 __all__ = ["RemoteHub"]
 

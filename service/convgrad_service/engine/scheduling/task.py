@@ -10,7 +10,7 @@ from functools import lru_cache, partial
 from typing import NamedTuple, Protocol
 
 from convgrad.errors import InvalidProblem
-from convgrad_service.backends.base import Vitals
+from convgrad_service.backends.base import Outcome, Vitals
 from convgrad_service.engine.memory.tensor_layout import PlacedTensor, TensorLayout, pieces_of
 from convgrad_service.engine.shm.mappings import not_in_place
 from convgrad_service.engine.shm.registry import RegionSlice
@@ -24,7 +24,10 @@ __all__ = [
     "TaskGroup",
     "Worker",
     "WorkerLost",
+    "is_copied",
     "merge_results",
+    "not_in_place_of",
+    "result_of",
 ]
 
 
@@ -105,20 +108,20 @@ class Job(NamedTuple):
             outputs = {tensor.name for tensor in layout.outputs}
             # A single task if outputs may overlap inputs in a client's memory, which one part could
             # overwrite before another reads them, or if inputs must first be copied to the arena.
-            copies = any(_is_copied(tensor) for tensor in layout.inputs)
-            if not copies and not outputs & _not_in_place(layout, regions):
+            copies = any(is_copied(tensor) for tensor in layout.inputs)
+            if not copies and not outputs & not_in_place_of(layout, regions):
                 tasks = len(pieces_of(layout.problem, layout.sizes.parts))
         sums = tasks > 1 and bool(layout.partial_sums)
         return cls(layout, base, regions, tasks, sums, layout.problem.lane)
 
 
-def _is_copied(tensor: PlacedTensor) -> bool:
+def is_copied(tensor: PlacedTensor) -> bool:
     """Return whether a tensor in shared memory is copied to the arena before it is used."""
     return tensor.offset is not None and tensor.region is not None
 
 
 @lru_cache(maxsize=256)
-def _not_in_place(layout: TensorLayout, regions: tuple[RegionSlice, ...]) -> frozenset[str]:
+def not_in_place_of(layout: TensorLayout, regions: tuple[RegionSlice, ...]) -> frozenset[str]:
     shared = [tensor for tensor in (*layout.inputs, *layout.outputs) if tensor.offset is None]
     found = not_in_place(
         {name: regions[region] for name, _, _, region in shared if region is not None},
@@ -281,3 +284,7 @@ class TaskGroup:
 def _fail(future: asyncio.Future[JobResult], error: BaseException) -> None:
     future.set_exception(error)
     future.exception()  # mark it as retrieved: the submitter may be gone
+
+
+def result_of(outcome: Outcome) -> JobResult:
+    return JobResult(*(getattr(outcome, name) for name in JobResult._fields))

@@ -21,12 +21,7 @@ from convgrad_service.engine.ipc.channel import (
     Ping,
     Pong,
 )
-from convgrad_service.engine.memory.arena import Arena
-from convgrad_service.engine.scheduling.scheduler import Scheduler
-from convgrad_service.engine.scheduling.task import Job, JobResult, Task
-from convgrad_service.engine.shm.registry import RegionRegistry, RegionSlice
-from convgrad_service.engine.workers.child_process import START_S, DescriptorReserve, spawn
-from convgrad_service.engine.workers.worker_main import (
+from convgrad_service.engine.ipc.messages import (
     Cancel,
     Compiled,
     Compiling,
@@ -35,9 +30,14 @@ from convgrad_service.engine.workers.worker_main import (
     NewRegion,
     Probe,
     ProbeResult,
-    WorkerRecipe,
-    worker_main,
 )
+from convgrad_service.engine.memory.arena import Arena
+from convgrad_service.engine.options import WorkerRecipe
+from convgrad_service.engine.scheduling.scheduler import Scheduler
+from convgrad_service.engine.scheduling.task import Job, JobResult, Task
+from convgrad_service.engine.shm.registry import RegionRegistry, RegionSlice
+from convgrad_service.engine.workers.child_process import START_S, DescriptorReserve, spawn
+from convgrad_service.engine.workers.worker import worker_main
 
 __all__ = ["ProcessWorker"]
 

@@ -23,7 +23,7 @@ from convgrad_service.engine.memory.tensor_layout import (
 )
 from convgrad_service.engine.scheduling.task import Job
 from convgrad_service.engine.shm.mappings import RegionMappings
-from convgrad_service.engine.workers.execute import run_job
+from convgrad_service.engine.workers.worker import run_job
 from convgrad_service.problems import Problem, problem_from, run_in_pieces
 from tests.support.numerics import strategies
 from tests.support.numerics.arrays import DTYPES, Arrays, draw, integers, normals, rng_for

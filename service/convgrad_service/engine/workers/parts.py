@@ -1,17 +1,15 @@
-"""How a worker runs a job on tensors in shared memory."""
+"""Jobs in parts and jobs on shared memory of clients: their arrays, and how pieces are computed."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Mapping
-from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
 
-from convgrad.errors import InvalidProblem
-from convgrad_service.backends.base import Outcome, ServingBackend
+from convgrad_service.backends.base import ServingBackend
 from convgrad_service.engine.memory.arena import Arena
 from convgrad_service.engine.memory.tensor_layout import (
     PlacedTensor,
@@ -22,17 +20,21 @@ from convgrad_service.engine.memory.tensor_layout import (
 from convgrad_service.engine.scheduling.task import (
     Job,
     JobResult,
-    _is_copied,
-    _not_in_place,
+    is_copied,
     merge_results,
+    result_of,
 )
 from convgrad_service.engine.shm.mappings import RegionMappings
 from convgrad_service.engine.shm.registry import RegionSlice
-from convgrad_service.examination import examined
 from convgrad_service.problems.base import Piece
 from convgrad_service.problems.pieces import piece_tensors, place_part, sum_of_shares
 
-__all__ = ["compile_ahead", "run_job"]
+__all__ = [
+    "Arrays",
+    "pieces_of_part",
+    "region_arrays",
+    "run_pieces",
+]
 
 Arrays = Mapping[str, Any]
 """Arrays by name; `DeviceTensor` for those in device memory."""
@@ -49,78 +51,15 @@ def _in_region(
     return mappings.array(where, tensor.spec)
 
 
-def compile_ahead(
-    backend: ServingBackend, layout: TensorLayout, part: int | None = None
-) -> Future[None] | None:
-    """Start compiling what `run_job` needs; see `ServingBackend.compile_ahead`."""
-    pieces = _pieces_of_part(layout, part).values()
-    whole = layout.problem.computes if layout.sizes.parts == 1 else ()
-    return backend.compile_ahead([*whole, *(piece.problem for piece in pieces)])
-
-
-def run_job(
-    backend: ServingBackend,
-    arena: Arena,
-    mappings: RegionMappings,
-    job: Job,
-    cancelled: threading.Event | None = None,
-    part: int | None = None,
-) -> JobResult:
-    """Compute a job, or one ``part`` of it, in the calling thread.
-
-    Its regions must be open. The part after the last piece adds up partial sums.
-
-    Raises what the backend raises, and InvalidProblem if a client truncated its shared memory.
-    """
-    layout = job.layout
-    pieces = _pieces_of_part(layout, part)
-    if job.regions:
-        inputs, outputs = _region_arrays(backend, arena, mappings, layout, job, pieces)
-        not_direct = _not_in_place(layout, job.regions)
-    else:
-        inputs, outputs = _arena_arrays(arena, layout, job.base)
-        not_direct = frozenset()
-    # Rarely, kernels cannot use a tensor where it is: they get a copy, or compute into one.
-    targets = dict(outputs)
-    for name in not_direct & outputs.keys():
-        if not isinstance(outputs[name], np.ndarray):
-            raise InvalidProblem(f"the output {name} overlaps another tensor of the request")
-        targets[name] = np.empty_like(outputs[name])
-    if layout.sizes.parts == 1:
-        own = {
-            name: array.copy() if name in not_direct else array for name, array in inputs.items()
-        }
-        outcome = examined(backend, layout.problem, own, cancelled, targets)
-        computed: Arrays = outcome.outputs
-        result = _result(outcome)
-    else:
-        computed, result = _run_pieces(
-            backend, arena, layout, job.base, pieces, part, inputs, not_direct, targets, cancelled
-        )
-    for name, target in outputs.items():
-        # Backends may compute elsewhere, but most use the target they are given.
-        if computed[name] is target:
-            continue
-        if isinstance(target, np.ndarray):
-            np.copyto(target, computed[name], casting="no")
-        else:
-            target.fill(computed[name])
-    if job.regions:
-        mappings.check({each.region for each in job.regions})
-    return result
-
-
-def _pieces_of_part(layout: TensorLayout, part: int | None) -> Mapping[int, Piece]:
-    """Return the pieces of one part, or of all, by number; nothing for an unsplit problem."""
-    if layout.sizes.parts == 1:
-        return {}
+def pieces_of_part(layout: TensorLayout, part: int | None) -> Mapping[int, Piece]:
+    """Return the pieces of one part of a split problem, or of all, by number."""
     pieces = dict(enumerate(pieces_of(layout.problem, layout.sizes.parts)))
     if part is None:
         return pieces
     return {part: pieces[part]} if part in pieces else {}
 
 
-def _run_pieces(
+def run_pieces(
     backend: ServingBackend,
     arena: Arena,
     layout: TensorLayout,
@@ -177,22 +116,7 @@ def _add_up(layout: TensorLayout, sums: Arrays, inputs: Arrays) -> Arrays:
     return totals
 
 
-def _arena_arrays(arena: Arena, layout: TensorLayout, base: int) -> tuple[Arrays, Arrays]:
-    """Return the read-only inputs and the outputs of a job without shared memory."""
-    inputs, outputs = (
-        {
-            name: arena.array(base + offset, spec)
-            for name, spec, offset, _ in tensors
-            if offset is not None
-        }
-        for tensors in (layout.inputs, layout.outputs)
-    )
-    for array in inputs.values():
-        array.flags.writeable = False
-    return inputs, outputs
-
-
-def _region_arrays(
+def region_arrays(
     backend: ServingBackend,
     arena: Arena,
     mappings: RegionMappings,
@@ -210,7 +134,7 @@ def _region_arrays(
             return arena.array(job.base + tensor.offset, tensor.spec)
         return _in_region(tensor, job.regions, mappings)
 
-    for tensor in filter(_is_copied, layout.inputs):
+    for tensor in filter(is_copied, layout.inputs):
         source = _in_region(tensor, job.regions, mappings)
         if isinstance(source, np.ndarray):
             np.copyto(array(tensor), source)
@@ -271,8 +195,4 @@ def _run_piece(
         else:
             taken = array[piece.take[name]] if name in piece.take else array
             outputs[name][piece.outputs[name]].fill(taken)
-    return _result(outcome)
-
-
-def _result(outcome: Outcome) -> JobResult:
-    return JobResult(*(getattr(outcome, name) for name in JobResult._fields))
+    return result_of(outcome)
