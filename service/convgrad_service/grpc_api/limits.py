@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from convgrad.errors import MalformedRequest, Overloaded, RequestTimeout, ServiceError
 from convgrad_service.engine.request import Deadline
 from convgrad_service.grpc_api.call import EOF, Call
-from convgrad_service.grpc_api.messages import inflated
+from convgrad_service.grpc_api.wire import inflated
 from convgrad_service.server.settings import Settings
 
 __all__ = ["RETRY_AFTER_S", "Answer", "Answers", "Arrivals", "Places", "larger_share"]

@@ -25,8 +25,8 @@ from convgrad_service.http_api.middleware import context_of
 from convgrad_service.http_api.problem_details import problem_details
 from convgrad_service.http_api.transport import HttpTransport, choose_accepted
 from convgrad_service.long_json import dumps
+from convgrad_service.oip.fields import SharedMemory
 from convgrad_service.oip.request import Region
-from convgrad_service.oip.shared_memory import SharedMemory
 from convgrad_service.problems import Problem
 from convgrad_service.problems.examinations import TimeIt, Verify
 

@@ -21,7 +21,7 @@ from convgrad_service.engine.request import SMALL_BYTES, Decoded, blank
 from convgrad_service.http_api.body import Text
 from convgrad_service.http_api.codecs import MAX_KEY_BYTES
 from convgrad_service.http_api.transport import HttpTransport
-from convgrad_service.oip.fields import described, request_fields
+from convgrad_service.oip.fields import SharedMemory, described, request_fields
 from convgrad_service.oip.http_json import (
     HttpAnswer,
     encode_answer,
@@ -29,7 +29,6 @@ from convgrad_service.oip.http_json import (
     refuse_in_json,
 )
 from convgrad_service.oip.request import InferInput, InferRequest, Region, Span
-from convgrad_service.oip.shared_memory import SharedMemory
 
 __all__ = ["InferTransport"]
 

@@ -24,7 +24,7 @@ from convgrad_service.http_api.body import small_body
 from convgrad_service.http_api.middleware import Endpoints, context_of
 from convgrad_service.http_api.oip import InferTransport
 from convgrad_service.http_api.transport import Endpoint
-from convgrad_service.oip.fields import operation_named
+from convgrad_service.oip.fields import Kind, SharedMemory, operation_named
 from convgrad_service.oip.models import (
     model_config,
     model_metadata,
@@ -33,7 +33,6 @@ from convgrad_service.oip.models import (
     server_metadata,
 )
 from convgrad_service.oip.request import known_keys, size_of
-from convgrad_service.oip.shared_memory import Kind, SharedMemory
 from convgrad_service.server.settings import Settings
 
 __all__ = ["add_oip"]
