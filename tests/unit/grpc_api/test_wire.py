@@ -21,7 +21,6 @@ from convgrad_service.grpc_api.wire import (
     cut_raw_contents,
     encode_response,
     encode_stream_error,
-    encode_stream_response,
     message,
     read_infer_request,
     request_names,
@@ -315,7 +314,7 @@ def test_answers_are_what_protobuf_reads() -> None:
     assert answer.parameters["flops"].double_param == 2**70
 
     streamed = message("ModelStreamInferResponse").FromString(
-        b"".join(encode_stream_response(read, outputs, REPORT))
+        b"".join(encode_response(read, outputs, REPORT, in_stream=True))
     )
     assert streamed.infer_response.parameters["triton_final_response"].bool_param
     del streamed.infer_response.parameters["triton_final_response"]
