@@ -1,7 +1,8 @@
 """A front end in another process, as the hub sees it; `remote_hub` is the other end.
 
 The front end gets a pocket: a part of the arena from which it leases small blocks itself, so that
-a small request takes one message to the hub and one back.
+a small request takes one message to the hub and one back. Nested named tuples are sent as plain
+tuples: pickling their class names would take longer than the rest of the message.
 """
 
 from __future__ import annotations
@@ -9,14 +10,22 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from convgrad.errors import Overloaded
+from convgrad_service.engine.admission import Status
 from convgrad_service.engine.hub import Hub
-from convgrad_service.engine.ipc import messages as m
-from convgrad_service.engine.ipc.channel import MAX_MISSED, Channel, Heartbeat, Ping, Pong
+from convgrad_service.engine.ipc.channel import (
+    MAX_MISSED,
+    Channel,
+    Heartbeat,
+    Interned,
+    MessageTypes,
+    Ping,
+    Pong,
+)
 from convgrad_service.engine.memory.arena import Lease
 from convgrad_service.engine.memory.tensor_layout import TensorLayout, unpack_layout
 from convgrad_service.engine.scheduling.quotas import Caller, CountedTicket
@@ -28,6 +37,83 @@ from convgrad_service.problems.base import Lane
 
 __all__ = ["FrontEnd"]
 
+
+class Welcome(NamedTuple):
+    """The hub's first message; ``pocket`` is the offset and size of the front end's own memory."""
+
+    status: Status
+    limit_bytes: int
+    pocket: tuple[int, int]
+
+
+class Drain(NamedTuple):
+    """The front end is to finish its requests and exit."""
+
+
+class SubmitJob(NamedTuple):
+    """Submit a `Job`, whose layout is interned and whose other fields are the plain ``job``.
+
+    ``parts`` are regions to be acquired for it.
+    """
+
+    number: int
+    interned: Interned
+    job: tuple[Any, ...]
+    parts: tuple[tuple[Any, ...], ...]
+    deadline_s: float
+
+
+class Call(NamedTuple):
+    """Call a method of the `FrontEnd` (service "") or of a hub's service, see `Engine.invoke`.
+
+    With ``number`` -1 there is no `Reply`.
+    """
+
+    number: int
+    service: str
+    method: str
+    arguments: tuple[Any, ...]
+    options: Mapping[str, Any]
+
+
+class JobDone(NamedTuple):
+    """The reply to `SubmitJob`: the `JobResult`, and how long the job waited."""
+
+    number: int
+    result: tuple[Any, ...]
+    waited_s: float
+
+
+class PartDone(NamedTuple):
+    """The `JobResult` of one part of a job."""
+
+    number: int
+    part: int
+    result: tuple[Any, ...]
+
+
+class Reply(NamedTuple):
+    """The reply to the message with this number."""
+
+    number: int
+    value: Any = None
+    error: BaseException | None = None
+    cancelled: bool = False
+
+
+TYPES = MessageTypes(
+    SubmitJob,
+    JobDone,
+    PartDone,
+    Call,
+    Reply,
+    Record,
+    Status,
+    Welcome,
+    Drain,
+    Ping,
+    Pong,
+)
 POCKET_BYTES = 4 * 2**20
 
 
@@ -52,10 +138,10 @@ class FrontEnd:
         gone = asyncio.Event()
         pocket = await self._reserve_pocket()
         try:
-            self._channel = await Channel.open(channel_end, self._received, gone.set, m.TYPES)
+            self._channel = await Channel.open(channel_end, self._received, gone.set, TYPES)
             self._hub.watchers.append(self._send)
             extent = (0, 0) if pocket is None else (pocket.offset, pocket.size_bytes)
-            self._send(m.Welcome(self._hub.status, self._hub.limit_bytes, extent))
+            self._send(Welcome(self._hub.status, self._hub.limit_bytes, extent))
             await gone.wait()
         finally:
             if self._channel is not None:
@@ -86,7 +172,7 @@ class FrontEnd:
     def drain(self) -> None:
         """Ask it to finish its requests and exit."""
         if self._channel is not None:
-            self._channel.send(m.Drain())
+            self._channel.send(Drain())
 
     def check(self, beat_s: float) -> str | None:
         """Ping it, every ``beat_s``; return why it must be killed if it is silent or hangs."""
@@ -106,22 +192,22 @@ class FrontEnd:
             self._heartbeat.answered()
         else:
             try:
-                if isinstance(message, m.SubmitJob):
+                if isinstance(message, SubmitJob):
                     self._submit(message)
                 else:
                     self._call(message)
             except Exception as error:  # the front end raises it
                 if message.number < 0:
                     raise
-                self._send(m.Reply(message.number, error=error))
+                self._send(Reply(message.number, error=error))
 
-    def _call(self, call: m.Call) -> None:
+    def _call(self, call: Call) -> None:
         service = self._hub.service(call.service) if call.service else self
         result = getattr(service, call.method)(*call.arguments, **call.options)
         if call.number < 0:
             return
         if not inspect.isawaitable(result):
-            self._send(m.Reply(call.number, result))
+            self._send(Reply(call.number, result))
             return
         future = asyncio.ensure_future(result)
         if future.done():
@@ -182,7 +268,7 @@ class FrontEnd:
         task = self._tasks.get(number)
         return None if task is None else self._hub.scheduler.position(task)
 
-    def _submit(self, message: m.SubmitJob) -> None:
+    def _submit(self, message: SubmitJob) -> None:
         hub, number = self._hub, message.number
         slot, packed = message.interned
         if packed is not None:
@@ -221,7 +307,7 @@ class FrontEnd:
             executor.learn(layout, done.result().compute_s)
 
     def _part_done(self, number: int, part: int, result: JobResult) -> None:
-        self._send(m.PartDone(number, part, tuple(result)))
+        self._send(PartDone(number, part, tuple(result)))
 
     def _job_done(
         self, number: int, task: Task | TaskGroup, done: asyncio.Future[JobResult]
@@ -234,15 +320,15 @@ class FrontEnd:
 
     def _send_done(self, number: int, result: JobResult, waited_s: float) -> None:
         assert self._channel is not None  # noqa: S101
-        self._channel.send_now(m.JobDone(number, tuple(result), waited_s))
+        self._channel.send_now(JobDone(number, tuple(result), waited_s))
 
     def _reply(self, number: int, done: asyncio.Future[Any]) -> None:
         if done.cancelled():
-            reply = m.Reply(number, cancelled=True)
+            reply = Reply(number, cancelled=True)
         elif (error := done.exception()) is not None:
-            reply = m.Reply(number, error=error)
+            reply = Reply(number, error=error)
         else:
-            reply = m.Reply(number, _plain(done.result()))
+            reply = Reply(number, _plain(done.result()))
         self._send(reply)
 
     def _send(self, message: Any) -> None:

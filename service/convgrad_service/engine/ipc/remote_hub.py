@@ -12,8 +12,17 @@ from typing import Any
 
 from convgrad_service.engine.admission import Status
 from convgrad_service.engine.hub import JobHandle
-from convgrad_service.engine.ipc import messages as m
 from convgrad_service.engine.ipc.channel import Channel, InternTable, Ping, Pong
+from convgrad_service.engine.ipc.frontend import (
+    TYPES,
+    Call,
+    Drain,
+    JobDone,
+    PartDone,
+    Reply,
+    SubmitJob,
+    Welcome,
+)
 from convgrad_service.engine.memory.arena import Arena, FreeList, Lease
 from convgrad_service.engine.options import InlineBackend
 from convgrad_service.engine.scheduling.quotas import Caller, Ticket
@@ -92,7 +101,7 @@ class RemoteHub:
     async def open(self, channel_end: Any) -> None:
         """Connect, and return once the hub has a backend."""
         self._welcomed = asyncio.get_running_loop().create_future()
-        self._channel = await Channel.open(channel_end, self._received, self._lost, m.TYPES)
+        self._channel = await Channel.open(channel_end, self._received, self._lost, TYPES)
         await self._welcomed
 
     @property
@@ -127,7 +136,7 @@ class RemoteHub:
 
     def notify(self, method: str, *arguments: Any) -> None:
         """Call a method of the `FrontEnd` in the hub that has no reply."""
-        self._channel.send(m.Call(-1, "", method, arguments, {}))
+        self._channel.send(Call(-1, "", method, arguments, {}))
 
     async def invoke(
         self, service: str, method: str, arguments: tuple[Any, ...], options: Mapping[str, Any]
@@ -144,7 +153,7 @@ class RemoteHub:
     ) -> asyncio.Future[Any]:
         replied = self._pending[number] = asyncio.get_running_loop().create_future()
         replied.add_done_callback(lambda _: self._pending.pop(number, None))
-        self._channel.send(m.Call(number, service, method, arguments, options))
+        self._channel.send(Call(number, service, method, arguments, options))
         return replied
 
     async def acquire_ticket(self, caller: Caller) -> Ticket:
@@ -213,7 +222,7 @@ class RemoteHub:
         interned = self._layouts.intern(job.layout.packed)
         plain = job.base, tuple(map(tuple, job.regions)), job.tasks, job.sums, int(job.lane)
         parts = tuple(map(tuple, lease.unresolved))
-        self._channel.send_now(m.SubmitJob(number, interned, plain, parts, deadline_s))
+        self._channel.send_now(SubmitJob(number, interned, plain, parts, deadline_s))
         return handle
 
     def cancel(self, handle: JobHandle) -> None:
@@ -246,13 +255,13 @@ class RemoteHub:
         self._channel.flush()
 
     def _received(self, message: Any) -> None:
-        if isinstance(message, m.JobDone):
+        if isinstance(message, JobDone):
             handle = self._end_job(message.number)
             handle.waited_s = message.waited_s
             handle.done.set_result(JobResult(*message.result))
-        elif isinstance(message, m.Reply):
+        elif isinstance(message, Reply):
             self._replied(message)
-        elif isinstance(message, m.PartDone):
+        elif isinstance(message, PartDone):
             job = self._jobs.get(message.number)
             if job is not None and job.on_part_done is not None:
                 job.on_part_done(message.part, JobResult(*message.result))
@@ -261,10 +270,10 @@ class RemoteHub:
             self._channel.send(Pong())
         elif isinstance(message, Status):
             self._update_status(message)
-        elif isinstance(message, m.Drain):
+        elif isinstance(message, Drain):
             self._drained()
         else:
-            assert isinstance(message, m.Welcome)  # noqa: S101
+            assert isinstance(message, Welcome)  # noqa: S101
             self.limit_bytes = message.limit_bytes
             self._pocket = FreeList(*message.pocket)
             self._update_status(message.status)
@@ -279,7 +288,7 @@ class RemoteHub:
         handle.lease.release()
         return handle
 
-    def _replied(self, reply: m.Reply) -> None:
+    def _replied(self, reply: Reply) -> None:
         if reply.number in self._jobs:
             waiting: asyncio.Future[Any] | None = self._end_job(reply.number).done
         else:
