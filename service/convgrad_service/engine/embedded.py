@@ -20,8 +20,7 @@ from convgrad_service.engine.scheduling.task import Job, JobResult, Task
 from convgrad_service.engine.shm.mappings import RegionMappings
 from convgrad_service.engine.shm.registry import RegionRegistry
 from convgrad_service.engine.workers.worker import compile_ahead, run_job
-from convgrad_service.error_frames import without_traceback
-from convgrad_service.thread_priority import lower_priority
+from convgrad_service.process import lower_priority, without_traceback
 
 __all__ = ["ThreadWorker", "embedded_hub"]
 

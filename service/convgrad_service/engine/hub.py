@@ -22,7 +22,7 @@ from convgrad_service.engine.scheduling.task import Job, JobResult, OnPartDone
 from convgrad_service.engine.shm.registry import RegionInfo, RegionPart, RegionRegistry
 from convgrad_service.engine.shm.stored import TensorStore
 from convgrad_service.engine.submissions import Submissions
-from convgrad_service.engine.telemetry.record import Record, RequestMetrics
+from convgrad_service.engine.telemetry.metrics import Record, RequestMetrics
 from convgrad_service.engine.workers.child_process import Children
 from convgrad_service.engine.workers.inline_executor import InlineExecutor
 

@@ -23,7 +23,7 @@ from convgrad.errors import DeadlineExceeded, MalformedRequest
 from convgrad_service.engine.hub import JobHandle
 from convgrad_service.engine.scheduling.quotas import ANYBODY, Caller
 from convgrad_service.engine.shm.registry import RegionPart
-from convgrad_service.engine.telemetry.record import Record
+from convgrad_service.engine.telemetry.metrics import Record
 from convgrad_service.problems import Problem
 
 __all__ = [

@@ -20,12 +20,12 @@ from convgrad_service.engine.pipeline import Pipeline
 from convgrad_service.engine.request import TRACE_HEADERS, Deadline, RequestContext, log_exchange
 from convgrad_service.engine.request import access as _access
 from convgrad_service.engine.telemetry.tracing import Traces
-from convgrad_service.error_frames import without_traceback
 from convgrad_service.grpc_api.call import EOF, Call
 from convgrad_service.grpc_api.infer_transport import InferTransport, Message
 from convgrad_service.grpc_api.limits import Answers, Arrivals
 from convgrad_service.grpc_api.wire import SERVICE, Part, encode_stream_error
 from convgrad_service.oip.fields import SharedMemory
+from convgrad_service.process import without_traceback
 from convgrad_service.security.keys import KEY_REFUSALS, KeyRing, require_method
 from convgrad_service.server.settings import Settings
 

@@ -19,7 +19,7 @@ from convgrad.wire.sentences import shown
 from convgrad_service.engine.hub import call_hub
 from convgrad_service.engine.pipeline import Pipeline
 from convgrad_service.engine.shm.registry import RegionInfo
-from convgrad_service.engine.telemetry.record import RequestMetrics
+from convgrad_service.engine.telemetry.metrics import RequestMetrics
 from convgrad_service.engine.telemetry.tracing import traces_to
 from convgrad_service.grpc_api.call import Call
 from convgrad_service.grpc_api.exchange import Exchanges, InferMethods, MethodHandlers

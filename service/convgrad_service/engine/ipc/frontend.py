@@ -31,7 +31,7 @@ from convgrad_service.engine.memory.tensor_layout import TensorLayout, unpack_la
 from convgrad_service.engine.scheduling.quotas import Caller, CountedTicket
 from convgrad_service.engine.scheduling.task import Job, JobResult, Task, TaskGroup
 from convgrad_service.engine.shm.registry import RegionPart, RegionSlice
-from convgrad_service.engine.telemetry.record import Record
+from convgrad_service.engine.telemetry.metrics import Record
 from convgrad_service.engine.workers.child_process import START_S
 from convgrad_service.problems.base import Lane
 

@@ -28,7 +28,7 @@ from convgrad_service.engine.options import InlineBackend
 from convgrad_service.engine.scheduling.quotas import Caller, Ticket
 from convgrad_service.engine.scheduling.task import Job, JobResult, OnPartDone
 from convgrad_service.engine.shm.registry import RegionPart, RegionSlice
-from convgrad_service.engine.telemetry.record import Record
+from convgrad_service.engine.telemetry.metrics import Record
 from convgrad_service.engine.workers.inline_executor import InlineExecutor
 
 __all__ = ["RemoteHub"]

@@ -15,19 +15,17 @@ from convgrad.errors import DeviceUnavailable, ServiceError
 from convgrad_service.backends.base import Vitals
 from convgrad_service.engine.ipc.channel import (
     MAX_MISSED,
-    Channel,
-    Heartbeat,
-    InternTable,
-    Ping,
-    Pong,
-)
-from convgrad_service.engine.ipc.messages import (
     Cancel,
+    Channel,
     Compiled,
     Compiling,
     Forget,
+    Heartbeat,
     Hello,
+    InternTable,
     NewRegion,
+    Ping,
+    Pong,
     Probe,
     ProbeResult,
 )

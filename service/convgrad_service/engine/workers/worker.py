@@ -20,13 +20,15 @@ import numpy as np
 
 from convgrad.errors import InvalidProblem, ServiceError
 from convgrad_service.backends.base import Cancellation, ServingBackend, Vitals
-from convgrad_service.engine.ipc.channel import Ping, Pipe, Pong
-from convgrad_service.engine.ipc.messages import (
+from convgrad_service.engine.ipc.channel import (
     Cancel,
     Compiled,
     Compiling,
     Forget,
     Hello,
+    Ping,
+    Pipe,
+    Pong,
     Probe,
     ProbeResult,
     RunTask,
@@ -38,9 +40,8 @@ from convgrad_service.engine.scheduling.task import Job, JobResult, not_in_place
 from convgrad_service.engine.shm.mappings import RegionMappings
 from convgrad_service.engine.shm.registry import RegionSlice
 from convgrad_service.engine.workers.parts import Arrays, pieces_of_part, region_arrays, run_pieces
-from convgrad_service.error_frames import without_traceback
 from convgrad_service.examination import examined
-from convgrad_service.thread_priority import lower_priority, set_switch_interval
+from convgrad_service.process import lower_priority, set_switch_interval, without_traceback
 
 __all__ = ["WorkerFailed", "compile_ahead", "run_job", "worker_main"]
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from convgrad.errors import DeadlineExceeded
-from convgrad_service.engine.ipc.messages import RunTask
+from convgrad_service.engine.ipc.channel import RunTask
 from convgrad_service.engine.options import WorkerRecipe
 from convgrad_service.engine.scheduling.scheduler import Scheduler
 from convgrad_service.engine.shm.registry import RegionRegistry
