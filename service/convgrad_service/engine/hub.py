@@ -195,8 +195,9 @@ class Hub:
             budget_bytes=options.stored_bytes,
             longest_s=options.stored_longest_s,
         )
-        services = (self, self.tensors, self.regions, self.submissions, self.requests)
-        self._services = {type(service).__name__: service for service in services}
+        services = (self.tensors, self.regions, self.submissions, self.requests)
+        self._services: dict[str, object] = {Hub.__name__: self}
+        self._services |= {type(service).__name__: service for service in services}
         self.on_close: list[Callable[[], None]] = [self.regions.close]
         self.watchers: list[Callable[[Status], None]] = []
         self._published: Status | None = None
