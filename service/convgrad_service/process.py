@@ -26,6 +26,12 @@ __all__ = [
 ]
 
 PROCESS = Path("/proc/self")
+# High enough that briefly waking threads of normal priority run at once; low enough that computing
+# keeps most of a core beside other processes.
+NICENESS = 5
+# Of linux/prctl.h.
+_PR_SET_TIMERSLACK, _SLACK_NS = 29, 1000
+E = TypeVar("E", bound=BaseException)
 
 
 def memory_bytes(process: Path = PROCESS) -> int | None:
@@ -98,13 +104,6 @@ def _mount(line: str) -> tuple[str, str, Path, list[str]]:
     return kind, fields[3], Path(fields[4]), options.split(",")
 
 
-# High enough that briefly waking threads of normal priority run at once; low enough that computing
-# keeps most of a core beside other processes.
-NICENESS = 5
-# Of linux/prctl.h.
-_PR_SET_TIMERSLACK, _SLACK_NS = 29, 1000
-
-
 def lower_priority() -> None:
     """Lower the calling thread's priority, where the system has priorities for threads."""
     if sys.platform == "linux":
@@ -123,9 +122,6 @@ def set_switch_interval(seconds: float) -> None:
     if sys.platform == "linux":
         # Linux may wake a waiting thread 50 us late, which would double the wait.
         ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(_SLACK_NS), 0, 0, 0)
-
-
-E = TypeVar("E", bound=BaseException)
 
 
 def without_traceback(error: E) -> E:

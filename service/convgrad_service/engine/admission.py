@@ -38,6 +38,8 @@ _ARRIVING_S = 0.5
 # Likewise a large body counts towards those received ahead: for a shorter time while it arrives,
 # and then until it has been computed, unless problems take so long that a cache matters little.
 _LANDING_S, _LANDED_S = 0.01, 0.5
+ALWAYS_ALLOWED_BYTES = 64 * 2**20
+"""Outputs up to this size are allowed for any inputs."""
 
 
 class _Recent:
@@ -304,10 +306,6 @@ class Status(NamedTuple):
             raise DeviceUnavailable("the server is shutting down", retry_after_s=5.0)
         if self.fault is not None:
             raise DeviceUnavailable(f"the device has failed: {self.fault}")
-
-
-ALWAYS_ALLOWED_BYTES = 64 * 2**20
-"""Outputs up to this size are allowed for any inputs."""
 
 
 @dataclass(frozen=True, slots=True)

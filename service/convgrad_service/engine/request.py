@@ -47,11 +47,17 @@ __all__ = [
 STAGES = ("receive", "decode", "queue", "upload", "compute", "download", "encode")
 TRACE_HEADERS = ("traceparent", "tracestate")
 """The W3C trace context headers; gRPC metadata uses the same names."""
+
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}.*")
 # Printable ASCII: the id is echoed in a header and in log lines.
 _ACCEPTABLE_ID = re.compile(r"[ -~]{1,128}")
 # One seed from the system per process, no system call per id: ids are not secret.
 _ids = random.Random()  # noqa: S311
+Fields = Mapping[str, Any]
+SMALL_BYTES = 64 * 1024
+"""Up to this size, data is decoded, copied and encoded on the event loop: a thread takes longer."""
+
+access = logging.getLogger("convgrad.access")
 
 
 class Timings:
@@ -259,11 +265,6 @@ class CancelScope:
         self.cancel(self._deadline.exceeded())
 
 
-Fields = Mapping[str, Any]
-SMALL_BYTES = 64 * 1024
-"""Up to this size, data is decoded, copied and encoded on the event loop: a thread takes longer."""
-
-
 class ClientGone(Exception):
     """The client disconnected before its response was ready."""
 
@@ -334,9 +335,6 @@ def blank(shape: tuple[int, ...], dtype: DType, *, name: str) -> NDArray[Any]:
     except ValueError:
         # More elements than NumPy can count.
         raise MalformedRequest(f"{name}: shape {shape} is too large") from None
-
-
-access = logging.getLogger("convgrad.access")
 
 
 def log_exchange(

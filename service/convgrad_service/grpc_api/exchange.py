@@ -48,6 +48,11 @@ _SERVERS_FAULT = frozenset(
 T = TypeVar("T")
 Unary = Callable[[Call], Awaitable[bytes]]
 Streaming = Callable[[Call], Awaitable[None]]
+_UNKNOWN = "unknown"
+"""The operation logged for a request that was refused before its message was read."""
+
+# Requests of one stream in progress at once; no further one is read meanwhile.
+_STREAM_AHEAD = 8
 
 
 class Exchanges:
@@ -191,12 +196,6 @@ class MethodHandlers(grpc.GenericRpcHandler):  # type: ignore[misc]
 
 async def _no_such_method(_: Call) -> bytes:
     raise UnsupportedProblem("this server has no such method")
-
-
-_UNKNOWN = "unknown"
-"""The operation logged for a request that was refused before its message was read."""
-# Requests of one stream in progress at once; no further one is read meanwhile.
-_STREAM_AHEAD = 8
 
 
 class InferMethods:

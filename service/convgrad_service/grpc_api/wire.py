@@ -68,11 +68,25 @@ for _file in descriptor_pb2.FileDescriptorSet.FromString(
 ).file:
     _POOL.Add(_file)
 SERVICE: ServiceDescriptor = _POOL.FindServiceByName("inference.GRPCInferenceService")
-"""The protocol's service."""
 # Of messages without tensors, which have a few bytes.
 _MAX_INFLATED_BYTES = 64 * 1024
 _EITHER_HEADER = zlib.MAX_WBITS + 32
 _GZIP, _ZLIB = b"\x1f\x8b", b"\x78"
+_FINAL = "triton_final_response"
+_RAW_INPUT_CONTENTS, _RAW_OUTPUT_CONTENTS, _INFER_RESPONSE = 7, 6, 2
+_VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
+# Far more than a request has; each takes a microsecond to walk.
+_MAX_FIELDS = 4096
+# Protobuf expands numbers in `contents` up to eightfold.
+_MAX_PARSED_BYTES = 16 * 2**20
+_CONTENTS = {
+    DType.FLOAT32: "fp32_contents",
+    DType.FLOAT64: "fp64_contents",
+    DType.INT32: "int_contents",
+    DType.INT64: "int64_contents",
+}
+_INT64 = 2**63
+Part = bytes | memoryview
 
 
 def is_compressed(message: bytes) -> bool:
@@ -121,21 +135,6 @@ def parsed(body: bytes, message_class: Any) -> Any:
 
 _RequestMessage, _ResponseMessage = message("ModelInferRequest"), message("ModelInferResponse")
 _StreamResponseMessage = message("ModelStreamInferResponse")
-_FINAL = "triton_final_response"
-_RAW_INPUT_CONTENTS, _RAW_OUTPUT_CONTENTS, _INFER_RESPONSE = 7, 6, 2
-_VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
-# Far more than a request has; each takes a microsecond to walk.
-_MAX_FIELDS = 4096
-# Protobuf expands numbers in `contents` up to eightfold.
-_MAX_PARSED_BYTES = 16 * 2**20
-_CONTENTS = {
-    DType.FLOAT32: "fp32_contents",
-    DType.FLOAT64: "fp64_contents",
-    DType.INT32: "int_contents",
-    DType.INT64: "int64_contents",
-}
-_INT64 = 2**63
-Part = bytes | memoryview
 
 
 def read_infer_request(body: bytes) -> InferRequest:

@@ -78,6 +78,19 @@ _ANSWER_HEADERS = (
     "X-Report",
     "X-Request-Id",
 )
+_PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
+_NOT_LIVE: dict[int | str, dict[str, Any]] = {
+    503: {"description": "No device has worked for a long time: the server must be restarted."}
+}
+_NOT_READY: dict[int | str, dict[str, Any]] = {
+    503: {"description": "Requests are refused: the server shuts down, or its device has failed."}
+}
+_SWAGGER_ASSETS = "/docs/assets"
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_FILES = Path(__file__).parent / "page"
 
 
 def app_on(
@@ -182,15 +195,6 @@ def with_cors(app: ASGIApp, origins: str) -> ASGIApp:
         expose_headers=_ANSWER_HEADERS,
         max_age=3600,
     )
-
-
-_PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
-_NOT_LIVE: dict[int | str, dict[str, Any]] = {
-    503: {"description": "No device has worked for a long time: the server must be restarted."}
-}
-_NOT_READY: dict[int | str, dict[str, Any]] = {
-    503: {"description": "Requests are refused: the server shuts down, or its device has failed."}
-}
 
 
 def catalogue(pipeline: Pipeline, settings: Settings) -> dict[str, Any]:
@@ -309,14 +313,6 @@ def health_router(pipeline: Pipeline) -> APIRouter:
         return Response(await call_hub(pipeline.engine, Hub.exposition), media_type=_PROMETHEUS)
 
     return router
-
-
-_SWAGGER_ASSETS = "/docs/assets"
-POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
-    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
-_FILES = Path(__file__).parent / "page"
 
 
 def add_docs(app: FastAPI) -> None:

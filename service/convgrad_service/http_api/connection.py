@@ -41,6 +41,16 @@ _READ_BYTES = 2**20
 # Longer parts are not copied.
 _JOINED_BYTES = 64 * 1024
 _INTERIM = b"HTTP/1.1 1"  # 100 Continue: nothing follows until the client sends its body
+CONNECTION = "convgrad.connection"
+"""The key of an ASGI scope under which our protocol offers the exchange's `Connection`."""
+
+# Of the cache of heads. The id is as the client SDK writes it.
+_END = b"\r\n\r\n"
+_ID = re.compile(rb"\r\n[Xx]-[Rr]equest-[Ii]d: ([0-9A-Za-z-]{1,128})\r\n")
+_MAX_HEAD_BYTES, _MOST = 2048, 256
+_ID_NAME = b"x-request-id"
+_UNUSUAL = frozenset({b"expect", b"transfer-encoding", b"upgrade", b"connection"})
+_HOST = re.compile(rb"[A-Za-z0-9\-._~!$&'()*+,;=:%\[\]]*")
 
 
 class _Forwarding(asyncio.BufferedProtocol):
@@ -185,10 +195,6 @@ class CoalescedWriter:
         return self._transport.is_closing()
 
 
-CONNECTION = "convgrad.connection"
-"""The key of an ASGI scope under which our protocol offers the exchange's `Connection`."""
-
-
 class Connection:
     """One exchange's use of a connection, whose ``protocol`` is a `protocol.GuardedProtocol`."""
 
@@ -255,14 +261,6 @@ class Connection:
 def connection_of(scope: Scope) -> Connection | None:
     """Return the connection of an exchange if the server offers one and TLS is off."""
     return None if scope.get("scheme") == "https" else scope.get(CONNECTION)
-
-
-# Of the cache of heads. The id is as the client SDK writes it.
-_END = b"\r\n\r\n"
-_ID = re.compile(rb"\r\n[Xx]-[Rr]equest-[Ii]d: ([0-9A-Za-z-]{1,128})\r\n")
-_MAX_HEAD_BYTES, _MOST = 2048, 256
-_ID_NAME = b"x-request-id"
-_UNUSUAL = frozenset({b"expect", b"transfer-encoding", b"upgrade", b"connection"})
 
 
 class RequestHead(NamedTuple):
@@ -358,9 +356,6 @@ def _split(data: bytes) -> tuple[tuple[bytes, ...], bytes, int] | None:
     if found is None:
         return (data[:end],), b"", end
     return (data[: found.start()], data[found.end() : end]), found[1], end
-
-
-_HOST = re.compile(rb"[A-Za-z0-9\-._~!$&'()*+,;=:%\[\]]*")
 
 
 class HeadRefused(MalformedRequest):

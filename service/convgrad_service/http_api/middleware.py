@@ -32,6 +32,18 @@ from convgrad_service.security.keys import KEY_REFUSALS, KeyRing, require_path
 __all__ = ["ExchangeMiddleware", "begin_context", "context_of", "needs_no_key"]
 
 _KEY = "convgrad.context"
+_log = logging.getLogger("convgrad.http")
+# Unless it is large, the body of a refused request has usually arrived already. Then the connection
+# is kept: a new one for every refusal would cost an overloaded server too much.
+_MODEST_BODY_BYTES, _MODEST_BODY_WAIT_S = 4 * 2**20, 0.05
+_LINGER_S = 2.0
+# Health checks need no key. Nor do the API's description and the page's files, for which a browser
+# could not send one; they reveal only whether the server has keys.
+_OPEN_PATHS = ("/v2/health/live", "/v2/health/ready", "/", "/docs", "/openapi.json", "/ui")
+_OPEN_FOLDERS = ("/docs/assets/", "/ui/")
+_QUIET_PATHS = ("/v2/health/", "/metrics")  # polled by machines, so logged at debug level
+Endpoints = Mapping[str, ASGIApp]
+"""The POST endpoint of each path."""
 
 
 def begin_context(scope: MutableMapping[str, Any]) -> RequestContext:
@@ -47,20 +59,6 @@ def context_of(scope: MutableMapping[str, Any]) -> RequestContext:
     """Return the context that the middleware stored in ``scope``."""
     context: RequestContext = scope[_KEY]
     return context
-
-
-_log = logging.getLogger("convgrad.http")
-# Unless it is large, the body of a refused request has usually arrived already. Then the connection
-# is kept: a new one for every refusal would cost an overloaded server too much.
-_MODEST_BODY_BYTES, _MODEST_BODY_WAIT_S = 4 * 2**20, 0.05
-_LINGER_S = 2.0
-# Health checks need no key. Nor do the API's description and the page's files, for which a browser
-# could not send one; they reveal only whether the server has keys.
-_OPEN_PATHS = ("/v2/health/live", "/v2/health/ready", "/", "/docs", "/openapi.json", "/ui")
-_OPEN_FOLDERS = ("/docs/assets/", "/ui/")
-_QUIET_PATHS = ("/v2/health/", "/metrics")  # polled by machines, so logged at debug level
-Endpoints = Mapping[str, ASGIApp]
-"""The POST endpoint of each path."""
 
 
 class ExchangeMiddleware:

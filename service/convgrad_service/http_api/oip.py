@@ -64,6 +64,9 @@ _HEADER_LENGTH = b"inference-header-content-length"
 _MAX_HEAD_BYTES = 4 * 2**20
 # An id in first position, as clients write it, without escapes.
 _ID = re.compile(rb'\{"id":"([!#-\[\]-~ ]{0,256})",')
+_MODEL = "/v2/models/{model}"
+_VERSION = "/v2/models/{model}/versions/{version}"
+_MAX_BODY_BYTES = 4096
 
 
 class InferTransport(HttpTransport):
@@ -246,11 +249,6 @@ def _answer_headers(answer: HttpAnswer) -> list[tuple[bytes, bytes]]:
         (b"content-type", b"application/octet-stream"),
         (_HEADER_LENGTH, str(answer.header_bytes).encode()),
     ]
-
-
-_MODEL = "/v2/models/{model}"
-_VERSION = "/v2/models/{model}/versions/{version}"
-_MAX_BODY_BYTES = 4096
 
 
 def add_oip(app: FastAPI, pipeline: Pipeline, settings: Settings) -> Endpoints:

@@ -49,6 +49,10 @@ Wait = Callable[[Coroutine[Any, Any, int]], Awaitable[int]]
 # Size of one write: large enough to be efficient, small enough that the protocol soon notices a
 # client that stops reading.
 _SEND_BYTES = 2**20
+_NAME = r"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
+_MEDIA_RANGE = re.compile(rf"\s*({_NAME})/({_NAME})\s*")
+_PARAMETER = re.compile(rf';\s*(?:({_NAME})\s*=\s*({_NAME}|"(?:[^"\\]|\\.)*"))?\s*')
+_MAX_RANGES = 64  # more than any client sends
 
 
 class Endpoint:
@@ -256,12 +260,6 @@ def _made(chunk: Chunk) -> bytes | memoryview:
 
 def _parts(view: memoryview) -> Iterable[memoryview]:
     return (view[at : at + _SEND_BYTES] for at in range(0, len(view), _SEND_BYTES))
-
-
-_NAME = r"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
-_MEDIA_RANGE = re.compile(rf"\s*({_NAME})/({_NAME})\s*")
-_PARAMETER = re.compile(rf';\s*(?:({_NAME})\s*=\s*({_NAME}|"(?:[^"\\]|\\.)*"))?\s*')
-_MAX_RANGES = 64  # more than any client sends
 
 
 def match_content_type(header: str | None, known: Sequence[str]) -> str:

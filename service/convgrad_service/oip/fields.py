@@ -33,6 +33,8 @@ __all__ = [
 VERSION = "1"
 """The only version of every model."""
 
+Kind = Literal["system", "cuda"]
+
 
 def operation_named(model: str, version: str = "") -> Operation:
     """Return the operation with a model's name; ``version`` is "" if the request has none.
@@ -115,9 +117,6 @@ def tensor_in(buffer: Buffer, tensor: InferInput) -> NDArray[Any]:
     array = array.reshape(tensor.shape)
     array.flags.writeable = False
     return array
-
-
-Kind = Literal["system", "cuda"]
 
 
 class SharedMemory:

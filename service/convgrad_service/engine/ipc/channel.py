@@ -45,6 +45,12 @@ MAX_MISSED = 8
 """Pings in a row that a process may leave unanswered. They are counted, not timed: if this process
 was the one that stalled, it reads the waiting answers before it sends the next ping."""
 
+Interned = tuple[int, bytes | None]
+"""The number of an interned text, and the text itself if the other end does not have it yet."""
+
+NewRegion = tuple[int, bytes | None, int]
+"""A region to be opened: its number, and what `RegionRegistry.extent` returns."""
+
 
 def _frame(message: Any) -> bytes:
     text = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
@@ -184,10 +190,6 @@ class Pipe:
         self._socket.close()
 
 
-Interned = tuple[int, bytes | None]
-"""The number of an interned text, and the text itself if the other end does not have it yet."""
-
-
 class InternTable:
     """The texts that the other end has: the `MAX_INTERNED` most recently used.
 
@@ -247,10 +249,6 @@ class Hello(NamedTuple):
     slots: int
     devices: int
     pins: bool
-
-
-NewRegion = tuple[int, bytes | None, int]
-"""A region to be opened: its number, and what `RegionRegistry.extent` returns."""
 
 
 class RunTask(NamedTuple):

@@ -37,6 +37,8 @@ from convgrad_service.problems.base import Lane
 
 __all__ = ["FrontEnd"]
 
+POCKET_BYTES = 4 * 2**20
+
 
 class Welcome(NamedTuple):
     """The hub's first message; ``pocket`` is the offset and size of the front end's own memory."""
@@ -114,7 +116,6 @@ TYPES = MessageTypes(
     Ping,
     Pong,
 )
-POCKET_BYTES = 4 * 2**20
 
 
 class FrontEnd:

@@ -31,6 +31,11 @@ from convgrad_service.problems.base import TensorSpec
 
 __all__ = ["Arena", "FreeList", "Lease", "LeasePool", "leased", "out_of_memory"]
 
+# Nobody knows when memory will be free again; the SDK's first retries wait a second anyway.
+_RETRY_AFTER_S = 1.0
+# Up to this size, pages are discarded on the event loop.
+_DISCARD_INLINE_BYTES = 4 * 2**20
+
 
 class FreeList:
     """The free blocks of ``size_bytes`` bytes from ``start``.
@@ -139,12 +144,6 @@ class Arena:
     def close(self) -> None:
         """Close the descriptor; the mapping lives until its last array is gone."""
         os.close(self.descriptor)
-
-
-# Nobody knows when memory will be free again; the SDK's first retries wait a second anyway.
-_RETRY_AFTER_S = 1.0
-# Up to this size, pages are discarded on the event loop.
-_DISCARD_INLINE_BYTES = 4 * 2**20
 
 
 class Lease:

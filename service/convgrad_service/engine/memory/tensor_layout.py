@@ -53,6 +53,7 @@ _log = logging.getLogger("convgrad.parts")
 PART_BYTES = 64 * 2**20
 """Approximate size of a part's inputs and outputs: enough for a GPU's full throughput, small enough
 that the first part is on its way to the client while the others are computed."""
+
 _MAX_PARTS = 64
 # Parts of a sum are larger by this factor. They cannot be streamed early, so a split only pays off
 # by using several devices, for which half or more of the time goes to uploading the inputs.
@@ -62,6 +63,14 @@ _SUM_PART_FACTOR = 2
 # (four of them, one core: tests/perf/results/sums.jsonl), so a 32nd of the inputs costs 2.7 ms per
 # GB of inputs.
 _INPUTS_PER_PARTIAL_SUMS = 32
+# One byte of memory traffic counts as this many FLOPs: the balance of a machine with 100 GFLOP/s
+# and 10 GB/s. It only has to rank pooling against convolution sensibly.
+_FLOPS_PER_BYTE = 10
+ALIGNMENT_BYTES = 256
+"""Alignment of every tensor: whole cache lines, and what GPUs copy fastest."""
+
+# Inputs of these types hold indices, which backends validate; floats may have any value.
+_INDEX_DTYPES = (DType.INT32, DType.INT64)
 
 
 class Partition(NamedTuple):
@@ -147,15 +156,6 @@ def partial_sums_of(problem: Problem, parts: int) -> Mapping[str, PartialSums]:
                 {number: position for position, number in enumerate(numbers)},
             )
     return found
-
-
-# One byte of memory traffic counts as this many FLOPs: the balance of a machine with 100 GFLOP/s
-# and 10 GB/s. It only has to rank pooling against convolution sensibly.
-_FLOPS_PER_BYTE = 10
-ALIGNMENT_BYTES = 256
-"""Alignment of every tensor: whole cache lines, and what GPUs copy fastest."""
-# Inputs of these types hold indices, which backends validate; floats may have any value.
-_INDEX_DTYPES = (DType.INT32, DType.INT64)
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,26 +41,6 @@ __all__ = [
     "triton_exposition",
 ]
 
-
-class Record(NamedTuple):
-    """One finished request; ``code`` is "ok" or the code of its error.
-
-    ``flops`` and ``compulsory_bytes`` are 0 if nothing was computed. ``key`` is the name of the
-    request's API key, "" without one.
-    """
-
-    operation: str
-    transport: str
-    code: str
-    total_s: float
-    stages_s: Mapping[str, float]
-    received_bytes: int
-    sent_bytes: int
-    flops: int = 0
-    compulsory_bytes: int = 0
-    key: str = ""
-
-
 # Statuses from here on say that the server, not the request, was at fault.
 _SERVER_AT_FAULT = 429
 # From one stage of a tiny problem on a warm server to the longest request the defaults allow.
@@ -88,6 +68,51 @@ _KEY_TOTALS = {
     "computed_flops": "Floating-point operations computed for an API key.",
     "compute_seconds": "Time that problems of an API key computed.",
 }
+Read = Callable[[], float | Mapping[Any, float]]
+"""Reads a metric's value or, if it has labels, its values by the label, or by a tuple of labels."""
+
+_WAITING = (
+    "nv_inference_pending_request_count",
+    "Instantaneous number of pending requests awaiting execution",
+)
+_DURATIONS = (
+    ("request", "inference request", "success"),
+    ("queue", "inference queuing", "queue"),
+    ("compute_input", "compute input", "input"),
+    ("compute_infer", "compute inference", "infer"),
+    ("compute_output", "inference compute output", "output"),
+)
+# The end of a counter's name, its help, and the attribute of `OperationStatistics`.
+_COUNTERS = (
+    ("request_success", "Number of successful inference requests", "success.count"),
+    ("request_failure", "Number of failed inference requests", "fail.count"),
+    # Requests are never batched, so an execution is a request.
+    ("count", "Number of inferences performed", "success.count"),
+    ("exec_count", "Number of model executions performed", "success.count"),
+    *(
+        (f"{name}_duration_us", f"Cumulative {text} duration in microseconds", f"{field}.us")
+        for name, text, field in _DURATIONS
+    ),
+)
+
+
+class Record(NamedTuple):
+    """One finished request; ``code`` is "ok" or the code of its error.
+
+    ``flops`` and ``compulsory_bytes`` are 0 if nothing was computed. ``key`` is the name of the
+    request's API key, "" without one.
+    """
+
+    operation: str
+    transport: str
+    code: str
+    total_s: float
+    stages_s: Mapping[str, float]
+    received_bytes: int
+    sent_bytes: int
+    flops: int = 0
+    compulsory_bytes: int = 0
+    key: str = ""
 
 
 @dataclass(slots=True)
@@ -298,33 +323,6 @@ def _counter_family(
     for kind, total in totals.items():
         family.add_metric(kind, total)
     return family
-
-
-Read = Callable[[], float | Mapping[Any, float]]
-"""Reads a metric's value or, if it has labels, its values by the label, or by a tuple of labels."""
-_WAITING = (
-    "nv_inference_pending_request_count",
-    "Instantaneous number of pending requests awaiting execution",
-)
-_DURATIONS = (
-    ("request", "inference request", "success"),
-    ("queue", "inference queuing", "queue"),
-    ("compute_input", "compute input", "input"),
-    ("compute_infer", "compute inference", "infer"),
-    ("compute_output", "inference compute output", "output"),
-)
-# The end of a counter's name, its help, and the attribute of `OperationStatistics`.
-_COUNTERS = (
-    ("request_success", "Number of successful inference requests", "success.count"),
-    ("request_failure", "Number of failed inference requests", "fail.count"),
-    # Requests are never batched, so an execution is a request.
-    ("count", "Number of inferences performed", "success.count"),
-    ("exec_count", "Number of model executions performed", "success.count"),
-    *(
-        (f"{name}_duration_us", f"Cumulative {text} duration in microseconds", f"{field}.us")
-        for name, text, field in _DURATIONS
-    ),
-)
 
 
 class Metrics:
