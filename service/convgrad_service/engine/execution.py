@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from convgrad.contract import Report, Request
 from convgrad.errors import ServiceError
-from convgrad_service.engine.hub import Engine, JobHandle, call_hub
+from convgrad_service.engine.engine import Engine, call_hub
+from convgrad_service.engine.hub import JobHandle
 from convgrad_service.engine.memory.arena import Lease
 from convgrad_service.engine.memory.tensor_layout import TensorLayout, has_index_inputs
 from convgrad_service.engine.request import SMALL_BYTES, ComputeRequest, Timings, blank

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 from convgrad.errors import InvalidProblem, ServiceError
 from convgrad_service.engine.admission import Status
@@ -26,13 +26,10 @@ from convgrad_service.engine.telemetry.metrics import Record, RequestMetrics
 from convgrad_service.engine.workers.child_process import Children
 from convgrad_service.engine.workers.inline_executor import InlineExecutor
 
-__all__ = ["Engine", "Hub", "JobHandle", "call_hub"]
+__all__ = ["Hub", "JobHandle"]
 
 # Memory is short once a request has waited for it this long; shorter waits are normal.
 _SHORT_AFTER_S = 1.0
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 class JobHandle(Protocol):
@@ -46,123 +43,8 @@ class JobHandle(Protocol):
         ...
 
 
-class Engine(Protocol):
-    """The hub as front ends use it. For the event loop's thread."""
-
-    arena: Arena
-    inline_executor: InlineExecutor | None
-    """Computes small problems in this process; None if workers compute all."""
-
-    @property
-    def limit_bytes(self) -> int:
-        """The memory for tensors of all requests in flight."""
-
-    @property
-    def status(self) -> Status: ...
-
-    @property
-    def backend(self) -> str:
-        """The name of the workers' backend."""
-
-    @property
-    def room(self) -> int:
-        """How many more requests can be queued; an estimate."""
-
-    @property
-    def slots(self) -> int:
-        """Number of problems that all workers together compute at a time."""
-
-    @property
-    def leaving(self) -> bool:
-        """Whether the server is about to shut down, see `Status`."""
-
-    @property
-    def timing(self) -> bool:
-        """Whether a timing is running, see `Status`."""
-
-    def admit(self) -> None:
-        """Raise if a new request would be refused; see `Status.admit`."""
-
-    async def acquire_ticket(self, caller: Caller) -> Ticket:
-        """Count a request towards its key's quota; see `Quotas.acquire`."""
-
-    def reserve(
-        self, size_bytes: int, *, text: bool = False, regions: Sequence[RegionPart] = ()
-    ) -> asyncio.Future[Lease]:
-        """Reserve memory for tensors or, with ``text``, a JSON body; the caller releases the lease.
-
-        ``regions`` stay open as long as the lease; their slices are its ``regions``.
-
-        Raises, directly or through the future, ProblemTooLarge and Overloaded; for regions NotFound
-        and InvalidProblem.
-        """
-
-    def try_reserve(self, size_bytes: int, regions: Sequence[RegionPart] = ()) -> Lease | None:
-        """Reserve memory for tensors if it is free now."""
-
-    def submit(
-        self,
-        lease: Lease,
-        job: Job,
-        deadline_s: float,
-        on_part_done: OnPartDone | None = None,
-    ) -> JobHandle:
-        """Queue a job whose tensors are in ``lease``, which is held until the job is done.
-
-        Raises, directly or through ``done``, Overloaded, DeviceUnavailable, DeadlineExceeded, and
-        what the backend raises.
-        """
-
-    def cancel(self, handle: JobHandle) -> None:
-        """Drop a waiting job, or ask a running one to stop."""
-
-    async def queue_position(self, handle: JobHandle) -> int | None:
-        """Return how many tasks are ahead of a job; None once it runs."""
-
-    def report_waiting(self, length: int) -> None:
-        """Report how many requests of this front end wait for admission."""
-
-    def observe(self, record: Record) -> None:
-        """Count a finished request."""
-
-    async def invoke(
-        self, service: str, method: str, arguments: tuple[Any, ...], options: Mapping[str, Any]
-    ) -> Any:
-        """Call a method of one of the hub's services; `call_hub` is the typed form."""
-
-
-@overload
-def call_hub(
-    engine: Engine,
-    method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]],
-    *arguments: P.args,
-    **options: P.kwargs,
-) -> Coroutine[Any, Any, T]: ...
-
-
-@overload
-def call_hub(
-    engine: Engine,
-    method: Callable[Concatenate[Any, P], T],
-    *arguments: P.args,
-    **options: P.kwargs,
-) -> Coroutine[Any, Any, T]: ...
-
-
-def call_hub(
-    engine: Engine, method: Callable[..., Any], *arguments: Any, **options: Any
-) -> Coroutine[Any, Any, Any]:
-    """Call a method of a hub's service wherever the hub is.
-
-    ``method`` is a plain method of `TensorStore`, `RegionRegistry`, `Submissions`, `RequestMetrics`
-    or `Hub` itself, such as ``TensorStore.find``. Arguments and result must be picklable.
-    """
-    service, name = method.__qualname__.split(".")
-    return engine.invoke(service, name, arguments, options)
-
-
 class Hub:
-    """The engine itself. For the event loop's thread.
+    """The engine itself, and what front ends in its process use. For the event loop's thread.
 
     JSON bodies have a part of the arena of their own. Otherwise requests that hold text and wait
     for tensor memory could deadlock with requests that hold tensors and wait for text memory.
@@ -178,6 +60,7 @@ class Hub:
         self.scheduler = scheduler
         self.backend = backend
         self.inline_executor: InlineExecutor | None = None
+        """Computes small problems in this process; None if workers compute all."""
         self.leaving = False
         """The server reports not ready, so that load balancers send it no new requests."""
         self.draining = False
@@ -221,6 +104,7 @@ class Hub:
 
     @property
     def limit_bytes(self) -> int:
+        """The memory for tensors of all requests in flight."""
         return self.memory.limit_bytes
 
     @property
@@ -242,14 +126,17 @@ class Hub:
 
     @property
     def room(self) -> int:
+        """How many more requests can be queued."""
         return self.scheduler.room
 
     @property
     def slots(self) -> int:
+        """Number of problems that all workers together compute at a time."""
         return self.scheduler.slots
 
     @property
     def timing(self) -> bool:
+        """Whether a timing is running, see `Status`."""
         return self.scheduler.timing
 
     def compute_inline(self, backend: InlineBackend) -> None:
@@ -257,6 +144,7 @@ class Hub:
         self.inline_executor = InlineExecutor(self, backend, self.regions.descriptor)
 
     def admit(self) -> None:
+        """Raise if a new request would be refused; see `Status.admit`."""
         if self.draining or self.scheduler.full or self.fault is not None:
             self.status.admit()
 
@@ -271,11 +159,19 @@ class Hub:
                 watch(status)
 
     async def acquire_ticket(self, caller: Caller) -> Ticket:
+        """Count a request towards its key's quota; see `Quotas.acquire`."""
         return self.quotas.acquire(caller)
 
     def reserve(
         self, size_bytes: int, *, text: bool = False, regions: Sequence[RegionPart] = ()
     ) -> asyncio.Future[Lease]:
+        """Reserve memory for tensors or, with ``text``, a JSON body; the caller releases the lease.
+
+        ``regions`` stay open as long as the lease; their slices are its ``regions``.
+
+        Raises, directly or through the future, ProblemTooLarge and Overloaded; for regions NotFound
+        and InvalidProblem.
+        """
         pool = self.texts if text else self._pool_for(size_bytes)
         slices = self.regions.acquire(regions)
         try:
@@ -298,6 +194,7 @@ class Hub:
         return future
 
     def try_reserve(self, size_bytes: int, regions: Sequence[RegionPart] = ()) -> Lease | None:
+        """Reserve memory for tensors if it is free now."""
         lease = self._pool_for(size_bytes).try_reserve(size_bytes)
         if lease is not None and regions:
             try:
@@ -324,26 +221,36 @@ class Hub:
         deadline_s: float,
         on_part_done: OnPartDone | None = None,
     ) -> JobHandle:
+        """Queue a job whose tensors are in ``lease``, which is held until the job is done.
+
+        Raises, directly or through ``done``, Overloaded, DeviceUnavailable, DeadlineExceeded, and
+        what the backend raises.
+        """
         task = self.scheduler.submit(job, deadline_s, on_part_done)
         lease.retain()
         task.done.add_done_callback(lease.release)
         return task
 
     def cancel(self, handle: JobHandle) -> None:
+        """Drop a waiting job, or ask a running one to stop."""
         self.scheduler.cancel(handle)  # type: ignore[arg-type]
 
     async def queue_position(self, handle: JobHandle) -> int | None:
+        """Return how many tasks are ahead of a job; None once it runs."""
         return self.scheduler.position(handle)  # type: ignore[arg-type]
 
     def report_waiting(self, length: int) -> None:
+        """Report how many requests of the front ends in this process wait for admission."""
         self.scheduler.lines[self] = length
 
     def observe(self, record: Record) -> None:
+        """Count a finished request."""
         self.requests.count(record)
 
     async def invoke(
         self, service: str, method: str, arguments: tuple[Any, ...], options: Mapping[str, Any]
     ) -> Any:
+        """Call a method of one of the services; `call_hub` is the typed form."""
         result = getattr(self.service(service), method)(*arguments, **options)
         return await result if inspect.isawaitable(result) else result
 

@@ -21,8 +21,8 @@ from typing import Protocol, TypeVar
 from convgrad.contract import Operation, Request, validate
 from convgrad.errors import DeviceUnavailable, Overloaded
 from convgrad_service.engine.admission import Admission, AdmissionGate, Limits
+from convgrad_service.engine.engine import Engine, call_hub
 from convgrad_service.engine.execution import Execution, PreparedRequest, Result, abandon
-from convgrad_service.engine.hub import Engine, call_hub
 from convgrad_service.engine.memory.arena import Lease, leased, out_of_memory
 from convgrad_service.engine.memory.tensor_layout import (
     outputs_to_store,

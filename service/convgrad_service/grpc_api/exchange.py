@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import grpc
 
 from convgrad.errors import CODES, DeadlineExceeded, Internal, ServiceError, UnsupportedProblem
-from convgrad_service.engine.hub import Engine
+from convgrad_service.engine.engine import Engine
 from convgrad_service.engine.pipeline import Pipeline
 from convgrad_service.engine.request import TRACE_HEADERS, Deadline, RequestContext, log_exchange
 from convgrad_service.engine.request import access as _access

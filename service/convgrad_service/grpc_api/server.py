@@ -16,7 +16,7 @@ from google.protobuf.json_format import ParseDict
 from convgrad.contract import OPERATIONS
 from convgrad.errors import DeviceUnavailable, NotFound, UnsupportedProblem
 from convgrad.wire.sentences import shown
-from convgrad_service.engine.hub import call_hub
+from convgrad_service.engine.engine import call_hub
 from convgrad_service.engine.pipeline import Pipeline
 from convgrad_service.engine.shm.registry import RegionInfo
 from convgrad_service.engine.telemetry.metrics import RequestMetrics

@@ -31,7 +31,8 @@ from convgrad import _version, layers
 from convgrad.contract import OPERATIONS, Operation
 from convgrad.contract.examinations import PLANS, TIMINGS, VERIFICATIONS
 from convgrad.errors import MalformedRequest
-from convgrad_service.engine.hub import Hub, call_hub
+from convgrad_service.engine.engine import call_hub
+from convgrad_service.engine.hub import Hub
 from convgrad_service.engine.pipeline import Pipeline
 from convgrad_service.engine.telemetry.tracing import traces_to
 from convgrad_service.http_api.codecs import ANSWER_FORMS, BODY_FORMS, OperationTransport

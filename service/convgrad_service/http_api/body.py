@@ -15,8 +15,8 @@ from starlette.requests import Request
 from starlette.types import Message, Receive, Scope
 
 from convgrad.errors import MalformedRequest, PayloadTooLarge, RequestTimeout
+from convgrad_service.engine.engine import Engine
 from convgrad_service.engine.execution import Execution, Filler, Source
-from convgrad_service.engine.hub import Engine
 from convgrad_service.engine.memory.arena import Lease, leased
 from convgrad_service.engine.options import MAX_TRANSFER_S
 from convgrad_service.engine.pipeline import Pipeline

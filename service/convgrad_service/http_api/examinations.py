@@ -15,8 +15,9 @@ from convgrad.contract.base import parse_field, refuse_unknown
 from convgrad.contract.verification import Earlier
 from convgrad.errors import MalformedRequest, Overloaded, ProblemTooLarge, ServiceError
 from convgrad.wire.sentences import shown
+from convgrad_service.engine.engine import call_hub
 from convgrad_service.engine.execution import Execution, Result
-from convgrad_service.engine.hub import JobHandle, call_hub
+from convgrad_service.engine.hub import JobHandle
 from convgrad_service.engine.request import Decoded, blank
 from convgrad_service.engine.scheduling.quotas import Caller, KeyLimits, Ticket
 from convgrad_service.engine.submissions import Submissions

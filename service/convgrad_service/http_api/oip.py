@@ -23,8 +23,8 @@ from convgrad.contract import OPERATIONS, Report
 from convgrad.errors import MalformedRequest, NotFound, UnsupportedProblem
 from convgrad.wire import strict_json
 from convgrad.wire.sentences import shown
+from convgrad_service.engine.engine import call_hub
 from convgrad_service.engine.execution import Execution, Filler, ResponseTemplate, Result, split_at
-from convgrad_service.engine.hub import call_hub
 from convgrad_service.engine.memory.arena import Lease
 from convgrad_service.engine.pipeline import Pipeline
 from convgrad_service.engine.request import SMALL_BYTES, Decoded, blank

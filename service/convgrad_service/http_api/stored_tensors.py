@@ -16,8 +16,8 @@ from convgrad.errors import MalformedRequest
 from convgrad.wire import npy, safetensors
 from convgrad.wire.json_tensors import encode_tensor
 from convgrad.wire.shapes import data_view, dtype_of
+from convgrad_service.engine.engine import call_hub
 from convgrad_service.engine.execution import abandon
-from convgrad_service.engine.hub import call_hub
 from convgrad_service.engine.memory.arena import Lease, leased
 from convgrad_service.engine.pipeline import Pipeline
 from convgrad_service.engine.scheduling.quotas import Ticket, acquired

@@ -13,7 +13,8 @@ from convgrad.contract import OPERATIONS, Operation
 from convgrad.errors import MalformedRequest, NotFound, UnsupportedProblem
 from convgrad.wire.sentences import shown
 from convgrad.wire.shapes import Buffer
-from convgrad_service.engine.hub import Engine, Hub, call_hub
+from convgrad_service.engine.engine import Engine, call_hub
+from convgrad_service.engine.hub import Hub
 from convgrad_service.engine.request import blank
 from convgrad_service.engine.shm.registry import RegionInfo, RegionPart, RegionRegistry
 from convgrad_service.oip.request import InferInput, InferRequest, Region, Span, parsed

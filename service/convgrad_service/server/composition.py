@@ -11,7 +11,7 @@ from convgrad_service.backends.cpu import CpuBackend
 from convgrad_service.backends.selection import BackendOptions, backend_named
 from convgrad_service.engine.admission import Limits
 from convgrad_service.engine.embedded import embedded_hub
-from convgrad_service.engine.hub import Engine
+from convgrad_service.engine.engine import Engine
 from convgrad_service.engine.options import EngineOptions, InlineBackend, WorkerRecipe
 from convgrad_service.engine.pipeline import Pipeline
 from convgrad_service.process import memory_bytes

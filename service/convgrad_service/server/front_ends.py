@@ -11,7 +11,7 @@ from typing import Any
 
 import uvloop
 
-from convgrad_service.engine.hub import Engine
+from convgrad_service.engine.engine import Engine
 from convgrad_service.engine.ipc.remote_hub import RemoteHub
 from convgrad_service.engine.memory.arena import Arena
 from convgrad_service.engine.options import InlineBackend

@@ -66,7 +66,7 @@ class SubmitJob(NamedTuple):
 
 
 class Call(NamedTuple):
-    """Call a method of the `FrontEnd` (service "") or of a hub's service, see `Engine.invoke`.
+    """Call a method of the `FrontEnd` (service "") or of a hub's service, see `Hub.invoke`.
 
     With ``number`` -1 there is no `Reply`.
     """
@@ -224,7 +224,7 @@ class FrontEnd:
     def reserve(
         self, number: int, size_bytes: int, text: bool, parts: Sequence[tuple[Any, ...]]
     ) -> asyncio.Future[Lease]:
-        """See `Engine.reserve`; the lease is known by ``number``."""
+        """See `Hub.reserve`; the lease is known by ``number``."""
         regions = [RegionPart(*part) for part in parts]
         lease = self._leases[number] = self._hub.reserve(size_bytes, text=text, regions=regions)
 
@@ -243,7 +243,7 @@ class FrontEnd:
         lease.result().release()
 
     def report_waiting(self, length: int) -> None:
-        """See `Engine.report_waiting`."""
+        """See `Hub.report_waiting`."""
         self._hub.scheduler.lines[self] = length
 
     def acquire_ticket(self, number: int, caller: Caller) -> None:
@@ -265,7 +265,7 @@ class FrontEnd:
             self._hub.cancel(task)
 
     def queue_position(self, number: int) -> int | None:
-        """See `Engine.queue_position`."""
+        """See `Hub.queue_position`."""
         task = self._tasks.get(number)
         return None if task is None else self._hub.scheduler.position(task)
 
