@@ -90,7 +90,7 @@ class Exchanges:
         self.trace(call, context)
 
         async def allowed() -> T:
-            if method not in _OPEN:
+            if self._keys is not None and method not in _OPEN:
                 self.authenticate(call)
                 require_method(call.caller, method)
             return await work(call)
