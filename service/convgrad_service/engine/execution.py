@@ -207,7 +207,7 @@ class Execution:
     def _try_inline(self) -> JobResult | None:
         """Compute on the event loop; None if a worker must do it."""
         executor, lease = self._engine.inline_executor, self.lease
-        if executor is None or lease.unresolved or self._to_store or self._job.tasks > 1:
+        if executor is None or self._to_store or self._job.tasks > 1:
             return None
         began_s = time.monotonic()
         if began_s >= self._compute_request.deadline.at_s:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -53,15 +52,11 @@ class Drain(NamedTuple):
 
 
 class SubmitJob(NamedTuple):
-    """Submit a `Job`, whose layout is interned and whose other fields are the plain ``job``.
-
-    ``parts`` are regions to be acquired for it.
-    """
+    """Submit a `Job`, whose layout is interned and whose other fields are the plain ``job``."""
 
     number: int
     interned: Interned
     job: tuple[Any, ...]
-    parts: tuple[tuple[Any, ...], ...]
     deadline_s: float
 
 
@@ -270,42 +265,17 @@ class FrontEnd:
         return None if task is None else self._hub.scheduler.position(task)
 
     def _submit(self, message: SubmitJob) -> None:
-        hub, number = self._hub, message.number
+        number = message.number
         slot, packed = message.interned
         if packed is not None:
             self._layouts[slot] = unpack_layout(packed)
         base, regions, tasks, sums, lane = message.job
-        acquired = hub.regions.acquire([RegionPart(*part) for part in message.parts])
-        slices = tuple(RegionSlice(*each) for each in regions) or acquired
+        slices = tuple(RegionSlice(*each) for each in regions)
         job = Job(self._layouts[slot], base, slices, tasks, sums, Lane(lane))
-        try:
-            result = self._run_inline(job, message.deadline_s) if acquired else None
-            if result is not None:
-                self._send_done(number, result, 0.0)
-                hub.regions.release(acquired)
-                return
-            on_part_done = partial(self._part_done, number)
-            task = hub.scheduler.submit(job, message.deadline_s, on_part_done)
-        except BaseException:
-            hub.regions.release(acquired)
-            raise
+        on_part_done = partial(self._part_done, number)
+        task = self._hub.scheduler.submit(job, message.deadline_s, on_part_done)
         self._tasks[number] = task
         task.done.add_done_callback(partial(self._job_done, number, task))
-        if acquired:
-            task.done.add_done_callback(lambda _: hub.regions.release(acquired))
-            task.done.add_done_callback(partial(self._learn, job.layout))
-
-    def _run_inline(self, job: Job, deadline_s: float) -> JobResult | None:
-        """Compute a small job with shared memory, which front ends have not mapped."""
-        executor = self._hub.inline_executor
-        if executor is None or time.monotonic() >= deadline_s:
-            return None  # the scheduler refuses it
-        return executor.try_run(job.layout, job.base, job.regions)
-
-    def _learn(self, layout: TensorLayout, done: asyncio.Future[JobResult]) -> None:
-        executor = self._hub.inline_executor
-        if executor is not None and not done.cancelled() and done.exception() is None:
-            executor.learn(layout, done.result().compute_s)
 
     def _part_done(self, number: int, part: int, result: JobResult) -> None:
         self._send(PartDone(number, part, tuple(result)))
@@ -316,12 +286,9 @@ class FrontEnd:
         del self._tasks[number]
         if done.cancelled() or done.exception() is not None:
             self._reply(number, done)
-        else:
-            self._send_done(number, done.result(), task.waited_s or 0.0)
-
-    def _send_done(self, number: int, result: JobResult, waited_s: float) -> None:
+            return
         assert self._channel is not None  # noqa: S101
-        self._channel.send_now(JobDone(number, tuple(result), waited_s))
+        self._channel.send_now(JobDone(number, tuple(done.result()), task.waited_s or 0.0))
 
     def _reply(self, number: int, done: asyncio.Future[Any]) -> None:
         if done.cancelled():

@@ -170,7 +170,7 @@ class RemoteHub:
         self, size_bytes: int, *, text: bool = False, regions: Sequence[RegionPart] = ()
     ) -> asyncio.Future[Lease]:
         leased: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
-        if not (text or regions) and (lease := self.try_reserve(size_bytes)) is not None:
+        if not text and (lease := self.try_reserve(size_bytes, regions)) is not None:
             leased.set_result(lease)
             return leased
         number = next(self._numbers)
@@ -196,15 +196,11 @@ class RemoteHub:
         return leased
 
     def try_reserve(self, size_bytes: int, regions: Sequence[RegionPart] = ()) -> Lease | None:
-        """Reserve memory from the pocket; the hub acquires ``regions`` with the job."""
-        if (
-            size_bytes > _POCKET_BLOCK_BYTES
-            or (offset := self._pocket.allocate(size_bytes)) is None
-        ):
+        """Reserve memory from the pocket; only the hub can acquire ``regions``."""
+        if size_bytes > _POCKET_BLOCK_BYTES or regions:
             return None
-        lease = Lease(offset, size_bytes, self._free_pocket)
-        lease.unresolved = tuple(regions)
-        return lease
+        offset = self._pocket.allocate(size_bytes)
+        return None if offset is None else Lease(offset, size_bytes, self._free_pocket)
 
     def _free_pocket(self, lease: Lease) -> None:
         self._pocket.free(lease.offset, lease.size_bytes)
@@ -221,8 +217,7 @@ class RemoteHub:
         lease.retain()
         interned = self._layouts.intern(job.layout.packed)
         plain = job.base, tuple(map(tuple, job.regions)), job.tasks, job.sums, int(job.lane)
-        parts = tuple(map(tuple, lease.unresolved))
-        self._channel.send_now(SubmitJob(number, interned, plain, parts, deadline_s))
+        self._channel.send_now(SubmitJob(number, interned, plain, deadline_s))
         return handle
 
     def cancel(self, handle: JobHandle) -> None:

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from convgrad.errors import DeviceOutOfMemory, Overloaded, ProblemTooLarge
-from convgrad_service.engine.shm.registry import RegionPart, RegionSlice
+from convgrad_service.engine.shm.registry import RegionSlice
 from convgrad_service.problems.base import TensorSpec
 
 __all__ = ["Arena", "FreeList", "Lease", "LeasePool", "leased", "out_of_memory"]
@@ -158,8 +158,6 @@ class Lease:
         self.size_bytes = size_bytes
         self.regions: tuple[RegionSlice, ...] = ()
         """Shared memory that is in use as long as the lease."""
-        self.unresolved: tuple[RegionPart, ...] = ()
-        """Shared memory that the hub is to look up when a job is submitted."""
         self._on_release = on_release
         self._release_regions: Callable[[tuple[RegionSlice, ...]], None] | None = None
         self._holders = 1
