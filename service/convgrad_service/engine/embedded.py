@@ -48,7 +48,7 @@ class _EmbeddedHub(Hub):
 
 
 class ThreadWorker:
-    """A `scheduler.Worker` of ``slots`` threads; calls the scheduler on the event loop."""
+    """A `task.Worker` of ``slots`` threads; calls the scheduler on the event loop."""
 
     def __init__(
         self,

@@ -1,7 +1,6 @@
 """The hub: what a server has exactly once, however many processes serve its clients.
 
-`Engine` is the interface for front ends. `Hub` implements it for those in its own process, and
-`ipc.remote_hub.RemoteHub` for those in other processes.
+Front ends in other processes use it through `ipc.remote_hub.RemoteHub`.
 """
 
 from __future__ import annotations

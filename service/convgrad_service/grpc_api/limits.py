@@ -166,7 +166,7 @@ class Arrivals:
     async def inflated(self, message: bytes) -> bytes:
         """Inflate a compressed message; one at a time, since a few bytes may become very many.
 
-        Raises as `messages.inflated`, and Overloaded if others do not end in time.
+        Raises as `wire.inflated`, and Overloaded if others do not end in time.
         """
         try:
             async with asyncio.timeout(self._wait_s):

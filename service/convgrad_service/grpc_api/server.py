@@ -232,7 +232,7 @@ def _options(settings: Settings) -> list[tuple[str, int]]:
         ("grpc.so_reuseport", 0),  # a port that is taken is an error
         ("grpc.max_receive_message_length", int(settings.grpc_max_message_bytes)),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-        ("grpc.per_message_decompression", 0),  # see messages.py
+        ("grpc.per_message_decompression", 0),  # see wire.py
         ("grpc.max_metadata_size", int(settings.max_header_bytes)),
         ("grpc.absolute_max_metadata_size", int(settings.max_header_bytes)),
         ("grpc.max_concurrent_streams", _MAX_STREAMS),

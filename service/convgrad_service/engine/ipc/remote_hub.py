@@ -66,7 +66,7 @@ class _RemoteTicket:
 
 
 class RemoteHub:
-    """An `Engine` that forwards to the hub through a channel.
+    """What `Hub` offers to front ends, forwarded to the hub through a channel.
 
     ``drained`` is called when the hub asks this process to finish, ``lost`` when the hub is gone.
     """

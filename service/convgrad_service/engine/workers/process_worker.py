@@ -1,4 +1,4 @@
-"""A worker process, as the hub sees it; `worker_main` is the other end."""
+"""A worker process, as the hub sees it; `worker` is the other end."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _STALL_FACTOR = 20
 
 
 class ProcessWorker:
-    """A `scheduler.Worker`; ``lost`` gets the exit code once its process has ended."""
+    """A `task.Worker`; ``lost`` gets the exit code once its process has ended."""
 
     def __init__(
         self,
