@@ -37,7 +37,7 @@ from convgrad_service.engine.pipeline import Pipeline
 from convgrad_service.engine.telemetry.tracing import traces_to
 from convgrad_service.http_api.codecs import ANSWER_FORMS, BODY_FORMS, OperationTransport
 from convgrad_service.http_api.examinations import PlanTransport, TimeTransport, VerifyTransport
-from convgrad_service.http_api.middleware import ExchangeMiddleware, _App, context_of
+from convgrad_service.http_api.middleware import ExchangeApp, ExchangeMiddleware, context_of
 from convgrad_service.http_api.oip import add_oip
 from convgrad_service.http_api.openapi import install_openapi
 from convgrad_service.http_api.problem_details import from_http_exception, problem_details
@@ -112,7 +112,7 @@ def app_on(
         if close is not None:
             close()
 
-    app = _App(
+    app = ExchangeApp(
         title="convgrad",
         summary="Gradients of convolution and pooling layers as a service.",
         version=_version.__version__,
@@ -165,7 +165,7 @@ def app_on(
 
 def management_app(pipeline: Pipeline) -> FastAPI:
     """Build an application of health and metrics only, without keys, for the management port."""
-    app = _App(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app = ExchangeApp(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.pipeline = pipeline
     app.include_router(health_router(pipeline))
     app.add_exception_handler(HTTPException, _answer_http_exception)

@@ -29,7 +29,7 @@ from convgrad_service.http_api.connection import ReceiveInto, connection_of
 from convgrad_service.http_api.problem_details import internal, problem_details
 from convgrad_service.security.keys import KEY_REFUSALS, KeyRing, require_path
 
-__all__ = ["ExchangeMiddleware", "begin_context", "context_of", "needs_no_key"]
+__all__ = ["ExchangeApp", "ExchangeMiddleware", "begin_context", "context_of", "needs_no_key"]
 
 _KEY = "convgrad.context"
 _log = logging.getLogger("convgrad.http")
@@ -308,7 +308,7 @@ class _Exchange:
         return receiving.filled.done()
 
 
-class _App(FastAPI):
+class ExchangeApp(FastAPI):
     """FastAPI without its own outer middleware, which takes longer than a small request."""
 
     exchange: ASGIApp
