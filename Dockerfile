@@ -43,8 +43,8 @@ COPY client/convgrad/check client/convgrad/check
 COPY client/convgrad/contract client/convgrad/contract
 COPY client/convgrad/layers client/convgrad/layers
 COPY client/convgrad/wire client/convgrad/wire
-COPY service/convgrad_service/__init__.py service/convgrad_service/cgroups.py \
-     service/convgrad_service/thread_priority.py service/convgrad_service/
+COPY service/convgrad_service/__init__.py service/convgrad_service/process.py \
+     service/convgrad_service/
 COPY service/convgrad_service/problems service/convgrad_service/problems
 COPY service/convgrad_service/plans service/convgrad_service/plans
 COPY service/convgrad_service/backends service/convgrad_service/backends

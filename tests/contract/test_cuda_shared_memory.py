@@ -17,10 +17,10 @@ from tritonclient.utils import InferenceServerException
 
 from convgrad.errors import InvalidProblem, MalformedRequest, NotFound
 from convgrad_service.backends.cpu import CpuBackend
+from convgrad_service.engine.memory import tensor_layout as parts
 from convgrad_service.engine.memory.tensor_layout import clear_layout_cache, tensor_layout_of
-from convgrad_service.engine.scheduling import partition as parts
+from convgrad_service.engine.scheduling.task import Job
 from convgrad_service.engine.shm.registry import RegionInfo, RegionPart, RegionRegistry, RegionSlice
-from convgrad_service.engine.workers.execute import Job
 from convgrad_service.problems import Problem
 from tests.support.fake_gpu import SHM, FakeGpu, allocated, fake_gpu, handle_of, one_of_two
 from tests.support.oip_server import OipServer, serving_oip

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from convgrad.wire import safetensors
+from convgrad_service.engine import admission
 from tests.support.fake_backends import Blocking, Zeros
 from tests.support.http_server import EXAMPLE, SAFETENSORS, LiveServer, serving
 from tests.support.raw_http import post_head
@@ -46,7 +47,12 @@ def test_more_than_may_wait_is_refused_and_the_rest_is_answered() -> None:
         assert [answer.result(60).status_code for answer in answers] == [200] * 3
 
 
-def test_large_bodies_wait_unread_until_those_before_them_are_computed() -> None:
+def test_large_bodies_wait_unread_until_those_before_them_are_computed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # However long this machine takes to receive them.
+    monkeypatch.setattr(admission, "_LANDING_S", 600.0)
+    monkeypatch.setattr(admission, "_LANDED_S", 600.0)
     body = pooled(300_000)
     headers = {"Content-Type": SAFETENSORS}
     most_ahead = 8  # with a slot, by `Pipeline.gate`

@@ -13,8 +13,8 @@ import tritonclient.grpc as grpc_client
 import tritonclient.http as http_client
 from tritonclient.utils import InferenceServerException, shared_memory
 
+from convgrad_service.engine.options import InlineBackend
 from convgrad_service.engine.scheduling.scheduler import Scheduler
-from convgrad_service.engine.workers.inline_executor import InlineBackend
 from tests.support.fake_backends import Sums
 from tests.support.tree_server import TreeServer, serving_tree, until
 from tests.support.triton_clients import SHM, Pool, pooling

@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 
 from convgrad_service.backends.cpu import CpuBackend
-from convgrad_service.http_api.pages import POLICY
+from convgrad_service.http_api.app import POLICY
 from convgrad_service.security.keys import hash_of, new_key
 from tests.perf.page_networks import OUT, networks_json
 from tests.support.http_server import LiveServer

@@ -18,8 +18,8 @@ from tritonclient.utils import InferenceServerException, shared_memory
 import convgrad
 from convgrad_service.backends.cpu import CpuBackend
 from convgrad_service.engine.execution import PreparedRequest
+from convgrad_service.engine.options import InlineBackend
 from convgrad_service.engine.pipeline import Pipeline
-from convgrad_service.engine.workers.inline_executor import InlineBackend
 from tests.support.fake_backends import Blocking
 from tests.support.oip_server import OipServer, serving_oip
 from tests.support.tree_server import TreeServer, serving_tree, until

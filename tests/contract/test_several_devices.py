@@ -20,8 +20,8 @@ from convgrad import Call, Client, calls
 from convgrad.errors import ClientTimeout, DeadlineExceeded
 from convgrad_service.backends.base import Outcome
 from convgrad_service.backends.cpu import CpuBackend
+from convgrad_service.engine.memory import tensor_layout as parts
 from convgrad_service.engine.memory.tensor_layout import clear_layout_cache, tensor_layout_of
-from convgrad_service.engine.scheduling import partition as parts
 from convgrad_service.engine.scheduling.task import Task
 from tests.support.tree_server import TreeServer, serving_tree, until
 

@@ -10,8 +10,8 @@ import pytest
 
 import convgrad
 from convgrad.errors import InvalidProblem
+from convgrad_service.engine.memory import tensor_layout as parts
 from convgrad_service.engine.memory.tensor_layout import clear_layout_cache
-from convgrad_service.engine.scheduling import partition as parts
 from convgrad_service.engine.shm import stored
 from tests.support.fake_gpu import FakeGpu, fake_gpu, one_of_two
 from tests.support.http_server import LiveServer, serving

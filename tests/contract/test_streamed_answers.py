@@ -22,8 +22,8 @@ from convgrad._connection import Connection
 from convgrad.errors import ConnectionFailed, InvalidProblem
 from convgrad.wire import safetensors
 from convgrad_service.backends.cpu import CpuBackend
+from convgrad_service.engine.memory import tensor_layout as parts
 from convgrad_service.engine.memory.tensor_layout import clear_layout_cache
-from convgrad_service.engine.scheduling import partition as parts
 from convgrad_service.http_api import transport
 from tests.support.fake_backends import Gated
 from tests.support.fake_server import FakeServer, answer, problem

@@ -22,11 +22,11 @@ from convgrad.contract import OPERATIONS
 from convgrad_service.backends.cuda.compile import Compiler
 from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.backends.cuda.nvrtc import find_nvrtc
-from convgrad_service.cgroups import usable_cores
 from convgrad_service.plans.cuda.device import H200
 from convgrad_service.plans.cuda.planner import plan_for
 from convgrad_service.plans.cuda.program import Launch
 from convgrad_service.problems import Problem
+from convgrad_service.process import usable_cores
 from convgrad_service.server.warm_up import read_warm_up
 from tests.perf.provenance import cpu_model, origin
 

@@ -27,9 +27,9 @@ from typing import Any, NamedTuple
 from convgrad_service.backends.cuda.compile import Compiler, Resources
 from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.backends.cuda.nvrtc import CompileError, find_nvrtc
-from convgrad_service.cgroups import usable_cores
 from convgrad_service.plans.cuda.device import ARCHITECTURES
 from convgrad_service.plans.cuda.program import Instance
+from convgrad_service.process import usable_cores
 from tests.perf.cleared import Cleared, key_of
 from tests.perf.provenance import origin
 

@@ -35,7 +35,7 @@ import convgrad
 from convgrad.contract import OPERATIONS
 from convgrad.contract.base import validate
 from convgrad_service.backends.cpu import CpuBackend
-from convgrad_service.grpc_api.messages import SERVICE, message
+from convgrad_service.grpc_api.wire import SERVICE, message
 from convgrad_service.problems import problem_from, run_in_pieces
 from convgrad_service.server import ray_serve
 from convgrad_service.server.ray_serve import Compute, application

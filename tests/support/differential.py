@@ -29,7 +29,7 @@ from convgrad.errors import DeadlineExceeded
 from convgrad_service.backends.base import Outcome
 from convgrad_service.backends.cpu import CpuBackend
 from convgrad_service.engine.hub import Hub
-from convgrad_service.engine.workers.inline_executor import InlineBackend
+from convgrad_service.engine.options import InlineBackend
 from convgrad_service.problems import Problem
 from tests.support.oip_server import serving_oip
 from tests.support.senders import Asked, Sender

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from convgrad.contract import Report
 from convgrad_service.engine.execution import Execution, Result
-from convgrad_service.engine.memory.lease import Lease
+from convgrad_service.engine.memory.arena import Lease
 from convgrad_service.engine.pipeline import Pipeline
 from convgrad_service.engine.request import ComputeRequest, Decoded
 

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from convgrad.contract import Operation, Report
 from convgrad.wire.json_tensors import Form
-from convgrad_service.http_api.json_forms import EncodedLater, describe_json_request, json_answer
+from convgrad_service.http_api.json_forms import describe_json_request, json_answer
+from convgrad_service.http_api.transport import EncodedLater
 
 __all__ = ["decode_json_request", "encode_json_answer"]
 

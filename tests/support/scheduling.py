@@ -13,10 +13,8 @@ import numpy as np
 from convgrad.contract import OPERATIONS, validate
 from convgrad_service.backends.base import Vitals
 from convgrad_service.engine.memory.tensor_layout import TensorLayout, tensor_layout_of
-from convgrad_service.engine.scheduling.partition import JobResult
 from convgrad_service.engine.scheduling.scheduler import CostModel, Scheduler
-from convgrad_service.engine.scheduling.task import Task
-from convgrad_service.engine.workers.execute import Job
+from convgrad_service.engine.scheduling.task import Job, JobResult, Task
 from convgrad_service.problems import problem_from
 
 DONE = JobResult("kernel", 0.0, 1, 0, 0.0, 0.0)

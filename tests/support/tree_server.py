@@ -16,8 +16,7 @@ from typing import Any
 import uvloop
 
 from convgrad_service.backends.base import ServingBackend
-from convgrad_service.engine.workers.inline_executor import InlineBackend
-from convgrad_service.engine.workers.worker_main import WorkerRecipe
+from convgrad_service.engine.options import InlineBackend, WorkerRecipe
 from convgrad_service.server.http_server import listening_socket
 from convgrad_service.server.process_tree import ProcessTree
 from convgrad_service.server.settings import Settings

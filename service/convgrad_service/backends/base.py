@@ -17,9 +17,9 @@ from convgrad.check.convolve import Convolver, NumpyConvolver
 from convgrad.contract.timing import Clocks, Device
 from convgrad.errors import UnsupportedProblem
 from convgrad_service.backends.host_clock import HostStopwatch, measured_rates, processor_name
-from convgrad_service.cgroups import usable_cores
 from convgrad_service.plans.base import Plan
 from convgrad_service.problems.base import Problem, TensorSpec
+from convgrad_service.process import usable_cores
 
 __all__ = [
     "Backend",

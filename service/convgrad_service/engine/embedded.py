@@ -15,14 +15,12 @@ from convgrad_service.backends.base import ServingBackend, Vitals
 from convgrad_service.engine.hub import Hub
 from convgrad_service.engine.memory.arena import Arena
 from convgrad_service.engine.options import EngineOptions
-from convgrad_service.engine.scheduling.partition import JobResult
 from convgrad_service.engine.scheduling.scheduler import Scheduler
-from convgrad_service.engine.scheduling.task import Task
+from convgrad_service.engine.scheduling.task import Job, JobResult, Task
 from convgrad_service.engine.shm.mappings import RegionMappings
 from convgrad_service.engine.shm.registry import RegionRegistry
-from convgrad_service.engine.workers.execute import Job, compile_ahead, run_job
-from convgrad_service.error_frames import without_traceback
-from convgrad_service.thread_priority import lower_priority
+from convgrad_service.engine.workers.worker import compile_ahead, run_job
+from convgrad_service.process import lower_priority, without_traceback
 
 __all__ = ["ThreadWorker", "embedded_hub"]
 
@@ -33,16 +31,24 @@ def embedded_hub(backend: ServingBackend, options: EngineOptions) -> Hub:
     """Make a hub with one `ThreadWorker`; closing the hub ends its threads."""
     arena = Arena.create(options.arena_bytes)
     scheduler = Scheduler(options.max_queue, large_s=options.large_s)
-    hub = Hub(arena, scheduler, options, backend=backend.name)
-    hub.fault = lambda: backend.fault
+    hub = _EmbeddedHub(arena, scheduler, options, backend=backend.name)
+    hub.worker_backend = backend
     worker = ThreadWorker(backend, arena, hub.regions, options.slots or _SLOTS, scheduler)
     scheduler.add(worker)
     hub.on_close.append(worker.close)
     return hub
 
 
+class _EmbeddedHub(Hub):
+    worker_backend: ServingBackend
+
+    @property
+    def fault(self) -> str | None:  # type: ignore[override]
+        return self.worker_backend.fault
+
+
 class ThreadWorker:
-    """A `scheduler.Worker` of ``slots`` threads; calls the scheduler on the event loop."""
+    """A `task.Worker` of ``slots`` threads; calls the scheduler on the event loop."""
 
     def __init__(
         self,

@@ -15,15 +15,15 @@ from numpy.typing import NDArray
 
 from convgrad.contract import Report, Request
 from convgrad.errors import ServiceError
-from convgrad_service.engine.hub import Engine, JobHandle, call_hub
-from convgrad_service.engine.memory.lease import Lease
+from convgrad_service.engine.engine import Engine, call_hub
+from convgrad_service.engine.hub import JobHandle
+from convgrad_service.engine.memory.arena import Lease
 from convgrad_service.engine.memory.tensor_layout import TensorLayout, has_index_inputs
-from convgrad_service.engine.request import SMALL_BYTES, ComputeRequest, blank
-from convgrad_service.engine.scheduling.partition import JobResult, OnPartDone, Progress
+from convgrad_service.engine.request import SMALL_BYTES, ComputeRequest, Timings, blank
+from convgrad_service.engine.scheduling.task import Job, JobResult, OnPartDone
 from convgrad_service.engine.shm.registry import RegionPart
 from convgrad_service.engine.shm.stored import TensorStore
-from convgrad_service.engine.telemetry.record import Timings
-from convgrad_service.engine.workers.execute import Job
+from convgrad_service.engine.streaming import Progress
 
 __all__ = ["Execution", "Filler", "PreparedRequest", "ResponseTemplate", "Result", "Source"]
 __all__ += ["abandon", "split_at"]
@@ -207,7 +207,7 @@ class Execution:
     def _try_inline(self) -> JobResult | None:
         """Compute on the event loop; None if a worker must do it."""
         executor, lease = self._engine.inline_executor, self.lease
-        if executor is None or lease.unresolved or self._to_store or self._job.tasks > 1:
+        if executor is None or self._to_store or self._job.tasks > 1:
             return None
         began_s = time.monotonic()
         if began_s >= self._compute_request.deadline.at_s:

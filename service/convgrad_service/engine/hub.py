@@ -1,7 +1,6 @@
 """The hub: what a server has exactly once, however many processes serve its clients.
 
-`Engine` is the interface for front ends. `Hub` implements it for those in its own process, and
-`ipc.remote_hub.RemoteHub` for those in other processes.
+Front ends in other processes use it through `ipc.remote_hub.RemoteHub`.
 """
 
 from __future__ import annotations
@@ -9,33 +8,27 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 from convgrad.errors import InvalidProblem, ServiceError
-from convgrad_service.engine.memory.arena import Arena, FreeList
-from convgrad_service.engine.memory.lease import Lease, LeasePool
-from convgrad_service.engine.options import SMALL_REQUEST_BYTES, EngineOptions
-from convgrad_service.engine.scheduling.partition import JobResult, OnPartDone
+from convgrad_service.engine.admission import Status
+from convgrad_service.engine.memory.arena import Arena, FreeList, Lease, LeasePool
+from convgrad_service.engine.options import SMALL_REQUEST_BYTES, EngineOptions, InlineBackend
 from convgrad_service.engine.scheduling.quotas import Caller, Quotas, Ticket
 from convgrad_service.engine.scheduling.scheduler import Scheduler
+from convgrad_service.engine.scheduling.task import Job, JobResult, OnPartDone
 from convgrad_service.engine.shm.registry import RegionInfo, RegionPart, RegionRegistry
 from convgrad_service.engine.shm.stored import TensorStore
-from convgrad_service.engine.status import Status
 from convgrad_service.engine.submissions import Submissions
-from convgrad_service.engine.telemetry.record import Record
-from convgrad_service.engine.telemetry.request_metrics import RequestMetrics
+from convgrad_service.engine.telemetry.metrics import Record, RequestMetrics
 from convgrad_service.engine.workers.child_process import Children
-from convgrad_service.engine.workers.execute import Job
-from convgrad_service.engine.workers.inline_executor import InlineBackend, InlineExecutor
+from convgrad_service.engine.workers.inline_executor import InlineExecutor
 
-__all__ = ["Engine", "Hub", "JobHandle", "call_hub"]
+__all__ = ["Hub", "JobHandle"]
 
 # Memory is short once a request has waited for it this long; shorter waits are normal.
 _SHORT_AFTER_S = 1.0
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 class JobHandle(Protocol):
@@ -49,127 +42,15 @@ class JobHandle(Protocol):
         ...
 
 
-class Engine(Protocol):
-    """The hub as front ends use it. For the event loop's thread."""
-
-    arena: Arena
-    inline_executor: InlineExecutor | None
-    """Computes small problems in this process; None if workers compute all."""
-
-    @property
-    def limit_bytes(self) -> int:
-        """The memory for tensors of all requests in flight."""
-
-    @property
-    def status(self) -> Status: ...
-
-    @property
-    def backend(self) -> str:
-        """The name of the workers' backend."""
-
-    @property
-    def room(self) -> int:
-        """How many more requests can be queued; an estimate."""
-
-    @property
-    def slots(self) -> int:
-        """Number of problems that all workers together compute at a time."""
-
-    @property
-    def leaving(self) -> bool:
-        """Whether the server is about to shut down, see `Status`."""
-
-    @property
-    def timing(self) -> bool:
-        """Whether a timing is running, see `Status`."""
-
-    def admit(self) -> None:
-        """Raise if a new request would be refused; see `Status.admit`."""
-
-    async def acquire_ticket(self, caller: Caller) -> Ticket:
-        """Count a request towards its key's quota; see `Quotas.acquire`."""
-
-    def reserve(
-        self, size_bytes: int, *, text: bool = False, regions: Sequence[RegionPart] = ()
-    ) -> asyncio.Future[Lease]:
-        """Reserve memory for tensors or, with ``text``, a JSON body; the caller releases the lease.
-
-        ``regions`` stay open as long as the lease; their slices are its ``regions``.
-
-        Raises, directly or through the future, ProblemTooLarge and Overloaded; for regions NotFound
-        and InvalidProblem.
-        """
-
-    def try_reserve(self, size_bytes: int, regions: Sequence[RegionPart] = ()) -> Lease | None:
-        """Reserve memory for tensors if it is free now."""
-
-    def submit(
-        self,
-        lease: Lease,
-        job: Job,
-        deadline_s: float,
-        on_part_done: OnPartDone | None = None,
-    ) -> JobHandle:
-        """Queue a job whose tensors are in ``lease``, which is held until the job is done.
-
-        Raises, directly or through ``done``, Overloaded, DeviceUnavailable, DeadlineExceeded, and
-        what the backend raises.
-        """
-
-    def cancel(self, handle: JobHandle) -> None:
-        """Drop a waiting job, or ask a running one to stop."""
-
-    async def queue_position(self, handle: JobHandle) -> int | None:
-        """Return how many tasks are ahead of a job; None once it runs."""
-
-    def report_waiting(self, length: int) -> None:
-        """Report how many requests of this front end wait for admission."""
-
-    def observe(self, record: Record) -> None:
-        """Count a finished request."""
-
-    async def invoke(
-        self, service: str, method: str, arguments: tuple[Any, ...], options: Mapping[str, Any]
-    ) -> Any:
-        """Call a method of one of the hub's services; `call_hub` is the typed form."""
-
-
-@overload
-def call_hub(
-    engine: Engine,
-    method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]],
-    *arguments: P.args,
-    **options: P.kwargs,
-) -> Coroutine[Any, Any, T]: ...
-
-
-@overload
-def call_hub(
-    engine: Engine,
-    method: Callable[Concatenate[Any, P], T],
-    *arguments: P.args,
-    **options: P.kwargs,
-) -> Coroutine[Any, Any, T]: ...
-
-
-def call_hub(
-    engine: Engine, method: Callable[..., Any], *arguments: Any, **options: Any
-) -> Coroutine[Any, Any, Any]:
-    """Call a method of a hub's service wherever the hub is.
-
-    ``method`` is a plain method of `TensorStore`, `RegionRegistry`, `Submissions`, `RequestMetrics`
-    or `Hub` itself, such as ``TensorStore.find``. Arguments and result must be picklable.
-    """
-    service, name = method.__qualname__.split(".")
-    return engine.invoke(service, name, arguments, options)
-
-
 class Hub:
-    """The engine itself. For the event loop's thread.
+    """The engine itself, and what front ends in its process use. For the event loop's thread.
 
     JSON bodies have a part of the arena of their own. Otherwise requests that hold text and wait
     for tensor memory could deadlock with requests that hold tensors and wait for text memory.
     """
+
+    fault: str | None = None
+    """Why no device works; the supervisor of the workers sets it."""
 
     def __init__(
         self, arena: Arena, scheduler: Scheduler, options: EngineOptions, *, backend: str
@@ -178,6 +59,7 @@ class Hub:
         self.scheduler = scheduler
         self.backend = backend
         self.inline_executor: InlineExecutor | None = None
+        """Computes small problems in this process; None if workers compute all."""
         self.leaving = False
         """The server reports not ready, so that load balancers send it no new requests."""
         self.draining = False
@@ -187,7 +69,6 @@ class Hub:
         """Returns all metrics in Prometheus' text format."""
         self.quotas = Quotas()
         self.submissions = Submissions()
-        self.fault: Callable[[], str | None] = lambda: None
         self.dead: str | None = None
         self.regions = RegionRegistry(options.max_regions)
         self.tensors = TensorStore(
@@ -196,8 +77,9 @@ class Hub:
             budget_bytes=options.stored_bytes,
             longest_s=options.stored_longest_s,
         )
-        services = (self, self.tensors, self.regions, self.submissions, self.requests)
-        self._services = {type(service).__name__: service for service in services}
+        services = (self.tensors, self.regions, self.submissions, self.requests)
+        self._services: dict[str, object] = {Hub.__name__: self}
+        self._services |= {type(service).__name__: service for service in services}
         self.on_close: list[Callable[[], None]] = [self.regions.close]
         self.watchers: list[Callable[[Status], None]] = []
         self._published: Status | None = None
@@ -221,11 +103,12 @@ class Hub:
 
     @property
     def limit_bytes(self) -> int:
+        """The memory for tensors of all requests in flight."""
         return self.memory.limit_bytes
 
     @property
     def status(self) -> Status:
-        overload, fault = self.scheduler.overload, self.fault()
+        overload, fault = self.scheduler.overload, self.fault
         return Status(
             self.backend,
             ready=self.scheduler.workers > 0 and fault is None,
@@ -242,14 +125,17 @@ class Hub:
 
     @property
     def room(self) -> int:
+        """How many more requests can be queued."""
         return self.scheduler.room
 
     @property
     def slots(self) -> int:
+        """Number of problems that all workers together compute at a time."""
         return self.scheduler.slots
 
     @property
     def timing(self) -> bool:
+        """Whether a timing is running, see `Status`."""
         return self.scheduler.timing
 
     def compute_inline(self, backend: InlineBackend) -> None:
@@ -257,7 +143,8 @@ class Hub:
         self.inline_executor = InlineExecutor(self, backend, self.regions.descriptor)
 
     def admit(self) -> None:
-        if self.draining or self.scheduler.full or self.fault() is not None:
+        """Raise if a new request would be refused; see `Status.admit`."""
+        if self.draining or self.scheduler.full or self.fault is not None:
             self.status.admit()
 
     def publish(self) -> None:
@@ -271,11 +158,19 @@ class Hub:
                 watch(status)
 
     async def acquire_ticket(self, caller: Caller) -> Ticket:
+        """Count a request towards its key's quota; see `Quotas.acquire`."""
         return self.quotas.acquire(caller)
 
     def reserve(
         self, size_bytes: int, *, text: bool = False, regions: Sequence[RegionPart] = ()
     ) -> asyncio.Future[Lease]:
+        """Reserve memory for tensors or, with ``text``, a JSON body; the caller releases the lease.
+
+        ``regions`` stay open as long as the lease; their slices are its ``regions``.
+
+        Raises, directly or through the future, ProblemTooLarge and Overloaded; for regions NotFound
+        and InvalidProblem.
+        """
         pool = self.texts if text else self._pool_for(size_bytes)
         slices = self.regions.acquire(regions)
         try:
@@ -298,6 +193,7 @@ class Hub:
         return future
 
     def try_reserve(self, size_bytes: int, regions: Sequence[RegionPart] = ()) -> Lease | None:
+        """Reserve memory for tensors if it is free now."""
         lease = self._pool_for(size_bytes).try_reserve(size_bytes)
         if lease is not None and regions:
             try:
@@ -324,26 +220,36 @@ class Hub:
         deadline_s: float,
         on_part_done: OnPartDone | None = None,
     ) -> JobHandle:
+        """Queue a job whose tensors are in ``lease``, which is held until the job is done.
+
+        Raises, directly or through ``done``, Overloaded, DeviceUnavailable, DeadlineExceeded, and
+        what the backend raises.
+        """
         task = self.scheduler.submit(job, deadline_s, on_part_done)
         lease.retain()
         task.done.add_done_callback(lease.release)
         return task
 
     def cancel(self, handle: JobHandle) -> None:
+        """Drop a waiting job, or ask a running one to stop."""
         self.scheduler.cancel(handle)  # type: ignore[arg-type]
 
     async def queue_position(self, handle: JobHandle) -> int | None:
+        """Return how many tasks are ahead of a job; None once it runs."""
         return self.scheduler.position(handle)  # type: ignore[arg-type]
 
     def report_waiting(self, length: int) -> None:
+        """Report how many requests of the front ends in this process wait for admission."""
         self.scheduler.lines[self] = length
 
     def observe(self, record: Record) -> None:
+        """Count a finished request."""
         self.requests.count(record)
 
     async def invoke(
         self, service: str, method: str, arguments: tuple[Any, ...], options: Mapping[str, Any]
     ) -> Any:
+        """Call a method of one of the services; `call_hub` is the typed form."""
         result = getattr(self.service(service), method)(*arguments, **options)
         return await result if inspect.isawaitable(result) else result
 

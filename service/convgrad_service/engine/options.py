@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from convgrad.errors import ProblemTooLarge
+from convgrad_service.backends.base import ServingBackend
 from convgrad_service.engine.memory.arena import FreeList
-from convgrad_service.engine.memory.tensor_layout import ProblemSize
 
 __all__ = [
-    "ALWAYS_ALLOWED_BYTES",
     "MAX_TRANSFER_S",
     "SMALL_REQUEST_BYTES",
     "EngineOptions",
-    "Limits",
+    "InlineBackend",
+    "WorkerRecipe",
 ]
 
 SMALL_REQUEST_BYTES = 64 * 1024
 """Requests whose tensors take at most this may use the arena's reserve."""
-
-ALWAYS_ALLOWED_BYTES = 64 * 2**20
-"""Outputs up to this size are allowed for any inputs."""
-
-
 MAX_TRANSFER_S = 60.0
 """While others wait for memory, a body or an answer that would take longer than this at its rate so
 far is ended: otherwise a few slow clients could hold all of the memory for hours."""
@@ -79,51 +76,35 @@ class EngineOptions:
         return sum(FreeList.rounded(size) for size in parts if size)
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Limits on problems, checked before anything is allocated; None means unlimited.
+class InlineBackend(NamedTuple):
+    """The backend for inline execution, used if the workers' backend has the same ``name``.
 
-    A body of a hundred bytes can describe a petabyte of tensors. ``output_ratio`` is the bytes of
-    all outputs per byte of all inputs.
+    ``make`` should return one that starts no threads: waking one takes longer than computing.
     """
 
-    problem_bytes: int | None = None
-    problem_flops: float | None = None
-    output_ratio: float | None = None
-
-    def check(self, problem: ProblemSize) -> None:
-        """Raise ProblemTooLarge if ``problem`` exceeds a limit."""
-        needed = problem.memory_bytes
-        if self.problem_bytes is not None and needed > self.problem_bytes:
-            raise ProblemTooLarge(
-                f"the inputs and outputs of this {problem.operation} take {_shown(needed)} bytes; "
-                f"this server takes at most {self.problem_bytes:,}"
-            )
-        if self.problem_flops is not None and problem.flops > self.problem_flops:
-            raise ProblemTooLarge(
-                f"this {problem.operation} needs {_shown(problem.flops)} floating-point "
-                f"operations; this server takes at most {self.problem_flops:.3g}"
-            )
-        self._check_outputs(problem)
-
-    def _check_outputs(self, problem: ProblemSize) -> None:
-        if self.output_ratio is None:
-            return
-        inputs = sum(spec.size_bytes for spec in problem.inputs.values())
-        outputs = sum(spec.size_bytes for spec in problem.outputs.values())
-        if outputs > max(ALWAYS_ALLOWED_BYTES, self.output_ratio * inputs):
-            raise ProblemTooLarge(
-                f"the outputs of this {problem.operation} take {_shown(outputs)} bytes, and its "
-                f"inputs {_shown(inputs)}; this server returns at most {self.output_ratio:g} "
-                f"bytes for each byte that it receives, or {ALWAYS_ALLOWED_BYTES:,}. "
-                "Check padding, stride and output sizes; if they are right, raise "
-                "CONVGRAD_MAX_OUTPUT_RATIO"
-            )
+    name: str
+    make: Callable[[], ServingBackend]
 
 
-def _shown(number: int) -> str:
-    # Sizes have arbitrary precision, which may exceed a float's range.
-    if number < 10**15:
-        return f"{number:,}"
-    digits = number.bit_length() * 30103 // 100000
-    return f"about 1e{digits}"
+class WorkerRecipe(NamedTuple):
+    """How to start a worker.
+
+    Attributes
+    ----------
+    make_backend
+        Called in the worker with its device's number.
+    slots
+        Jobs at a time; None for the backend's default.
+    prepare
+        Called in the worker first.
+    inline_backend
+        What front ends may compute small problems with.
+    warm_up
+        Called with the backend of each device's first worker before it is ready; may take long.
+    """
+
+    make_backend: Callable[[int], ServingBackend]
+    slots: int | None = None
+    prepare: Callable[[], None] = gc.enable  # a picklable no-op: it is enabled anyway
+    inline_backend: InlineBackend | None = None
+    warm_up: Callable[[ServingBackend], None] | None = None

@@ -20,21 +20,22 @@ from typing import Protocol, TypeVar
 
 from convgrad.contract import Operation, Request, validate
 from convgrad.errors import DeviceUnavailable, Overloaded
-from convgrad_service.engine.admission_gate import Admission, AdmissionGate
-from convgrad_service.engine.deadline import CancelScope, Deadline
+from convgrad_service.engine.admission import Admission, AdmissionGate, Limits
+from convgrad_service.engine.engine import Engine, call_hub
 from convgrad_service.engine.execution import Execution, PreparedRequest, Result, abandon
-from convgrad_service.engine.hub import Engine, call_hub
-from convgrad_service.engine.memory.lease import Lease, leased, out_of_memory
+from convgrad_service.engine.memory.arena import Lease, leased, out_of_memory
 from convgrad_service.engine.memory.tensor_layout import (
     outputs_to_store,
     problem_size,
     region_parts,
     tensor_layout_of,
 )
-from convgrad_service.engine.options import SMALL_REQUEST_BYTES, Limits
+from convgrad_service.engine.options import SMALL_REQUEST_BYTES
 from convgrad_service.engine.request import (
+    CancelScope,
     ClientGone,
     ComputeRequest,
+    Deadline,
     Decoded,
     Fields,
     blank,

@@ -23,9 +23,9 @@ from convgrad.contract.judged_results import judged_results
 from convgrad.contract.verification import Inputs
 from convgrad.errors import DeadlineExceeded, UnsupportedProblem
 from convgrad_service.backends.base import Outcome, ServingBackend
-from convgrad_service.cgroups import usable_cores
 from convgrad_service.problems import MaxUnpoolBwd, MaxUnpoolFwd, Problem
 from convgrad_service.problems.examinations import DRAWN, OURS, Examination, Verify
+from convgrad_service.process import usable_cores
 
 __all__ = ["draw_inputs", "refuse_if", "verify"]
 

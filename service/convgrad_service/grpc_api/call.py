@@ -17,8 +17,8 @@ from urllib.parse import unquote
 import grpc
 
 from convgrad.errors import ServiceError
+from convgrad_service.engine.request import RequestContext
 from convgrad_service.engine.scheduling.quotas import ANYBODY
-from convgrad_service.engine.telemetry.record import RequestContext
 
 __all__ = ["EOF", "Call", "Trailers", "status_of"]
 

@@ -12,28 +12,31 @@ import numpy as np
 
 from convgrad.contract import OPERATIONS, Operation, Report
 from convgrad.errors import MalformedRequest, ProblemTooLarge, ServiceError
-from convgrad_service.engine.deadline import Deadline
 from convgrad_service.engine.execution import Execution, ResponseTemplate, Result, split_at
-from convgrad_service.engine.memory.lease import Lease
+from convgrad_service.engine.memory.arena import Lease
 from convgrad_service.engine.pipeline import Pipeline
-from convgrad_service.engine.request import SMALL_BYTES, ComputeRequest, Decoded, blank
-from convgrad_service.engine.telemetry.record import RequestContext
-from convgrad_service.grpc_api.infer_wire import (
+from convgrad_service.engine.request import (
+    SMALL_BYTES,
+    ComputeRequest,
+    Deadline,
+    Decoded,
+    RequestContext,
+    blank,
+)
+from convgrad_service.grpc_api.limits import Arrivals
+from convgrad_service.grpc_api.wire import (
     Part,
     cut_raw_contents,
     encode_response,
     encode_stream_part,
-    encode_stream_response,
+    is_compressed,
     raw_output_prefix,
     read_infer_request,
     request_names,
 )
-from convgrad_service.grpc_api.limits import Arrivals
-from convgrad_service.grpc_api.messages import is_compressed
 from convgrad_service.oip.answer_parts import MAX_PART_BYTES, AnswerParts, row_bytes
-from convgrad_service.oip.fields import described, request_fields, tensor_in
+from convgrad_service.oip.fields import SharedMemory, described, request_fields, tensor_in
 from convgrad_service.oip.request import InferRequest, Region, Span
-from convgrad_service.oip.shared_memory import SharedMemory
 from convgrad_service.problems import Problem
 
 __all__ = ["MAX_MESSAGE_BYTES", "InferTransport", "Message"]
@@ -259,8 +262,9 @@ class InferTransport:
             if template is not None:
                 parts = self._from_template(execution, template, result.job_result.compute_s)
             else:
-                encode = encode_stream_response if self._in_stream else encode_response
-                parts = encode(request, result.outputs, result.report)
+                parts = encode_response(
+                    request, result.outputs, result.report, in_stream=self._in_stream
+                )
         await self._sent(parts)
 
     async def _send_parts(self, request: InferRequest, result: Result) -> None:

@@ -16,9 +16,9 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from convgrad.errors import MalformedRequest, Overloaded, RequestTimeout, ServiceError
-from convgrad_service.engine.deadline import Deadline
+from convgrad_service.engine.request import Deadline
 from convgrad_service.grpc_api.call import EOF, Call
-from convgrad_service.grpc_api.messages import inflated
+from convgrad_service.grpc_api.wire import inflated
 from convgrad_service.server.settings import Settings
 
 __all__ = ["RETRY_AFTER_S", "Answer", "Answers", "Arrivals", "Places", "larger_share"]
@@ -166,7 +166,7 @@ class Arrivals:
     async def inflated(self, message: bytes) -> bytes:
         """Inflate a compressed message; one at a time, since a few bytes may become very many.
 
-        Raises as `messages.inflated`, and Overloaded if others do not end in time.
+        Raises as `wire.inflated`, and Overloaded if others do not end in time.
         """
         try:
             async with asyncio.timeout(self._wait_s):

@@ -16,17 +16,17 @@ from google.protobuf.json_format import ParseDict
 from convgrad.contract import OPERATIONS
 from convgrad.errors import DeviceUnavailable, NotFound, UnsupportedProblem
 from convgrad.wire.sentences import shown
-from convgrad_service.engine.hub import call_hub
+from convgrad_service.engine.engine import call_hub
 from convgrad_service.engine.pipeline import Pipeline
 from convgrad_service.engine.shm.registry import RegionInfo
-from convgrad_service.engine.telemetry.request_metrics import RequestMetrics
+from convgrad_service.engine.telemetry.metrics import RequestMetrics
 from convgrad_service.engine.telemetry.tracing import traces_to
 from convgrad_service.grpc_api.call import Call
-from convgrad_service.grpc_api.exchange import Exchanges
-from convgrad_service.grpc_api.infer import MAX_MESSAGE_BYTES, InferMethods
-from convgrad_service.grpc_api.messages import SERVICE, message, parsed
+from convgrad_service.grpc_api.exchange import Exchanges, InferMethods, MethodHandlers
+from convgrad_service.grpc_api.infer_transport import MAX_MESSAGE_BYTES
 from convgrad_service.grpc_api.standard_services import HealthMethods, reflection_handlers
-from convgrad_service.oip.fields import operation_named
+from convgrad_service.grpc_api.wire import SERVICE, message, parsed
+from convgrad_service.oip.fields import Kind, SharedMemory, operation_named
 from convgrad_service.oip.models import (
     model_config,
     model_metadata,
@@ -34,7 +34,6 @@ from convgrad_service.oip.models import (
     repository_index,
     server_metadata,
 )
-from convgrad_service.oip.shared_memory import Kind, SharedMemory
 from convgrad_service.security.keys import KeyRing
 from convgrad_service.server.settings import Settings
 from convgrad_service.server.tls import Pem, newest_pem
@@ -181,8 +180,7 @@ class GrpcServer:
         """
         settings = self._settings
         self._server = grpc.aio.server(
-            handlers=[_Methods(self.handlers, self._exchanges.unary("unknown", _no_such_method))],
-            options=_options(settings),
+            handlers=[MethodHandlers(self.handlers, self._exchanges)], options=_options(settings)
         )
         host = settings.http_host
         address = f"{f'[{host}]' if ':' in host else host}:{settings.grpc_port}"
@@ -224,23 +222,6 @@ class GrpcServer:
         return self._exchanges.unary(name, work)
 
 
-class _Methods(grpc.GenericRpcHandler):  # type: ignore[misc]
-    """Handlers by method name, and one for all other names."""
-
-    def __init__(
-        self, handlers: Mapping[str, grpc.RpcMethodHandler], other: grpc.RpcMethodHandler
-    ) -> None:
-        self._handlers, self._other = handlers, other
-
-    def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
-        """See `grpc.GenericRpcHandler`."""
-        return self._handlers.get(details.method, self._other)
-
-
-async def _no_such_method(_: Call) -> bytes:
-    raise UnsupportedProblem("this server has no such method")
-
-
 def _options(settings: Settings) -> list[tuple[str, int]]:
     """Return grpcio's channel arguments."""
 
@@ -251,7 +232,7 @@ def _options(settings: Settings) -> list[tuple[str, int]]:
         ("grpc.so_reuseport", 0),  # a port that is taken is an error
         ("grpc.max_receive_message_length", int(settings.grpc_max_message_bytes)),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-        ("grpc.per_message_decompression", 0),  # see messages.py
+        ("grpc.per_message_decompression", 0),  # see wire.py
         ("grpc.max_metadata_size", int(settings.max_header_bytes)),
         ("grpc.absolute_max_metadata_size", int(settings.max_header_bytes)),
         ("grpc.max_concurrent_streams", _MAX_STREAMS),

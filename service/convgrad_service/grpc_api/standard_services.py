@@ -24,7 +24,7 @@ from convgrad.wire.sentences import shown
 from convgrad_service.engine.pipeline import Pipeline
 from convgrad_service.grpc_api.call import EOF, Call
 from convgrad_service.grpc_api.exchange import Exchanges
-from convgrad_service.grpc_api.messages import SERVICE, parsed
+from convgrad_service.grpc_api.wire import SERVICE, parsed
 
 __all__ = ["HEALTH", "HealthMethods", "reflection_handlers"]
 

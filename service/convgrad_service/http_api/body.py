@@ -15,14 +15,14 @@ from starlette.requests import Request
 from starlette.types import Message, Receive, Scope
 
 from convgrad.errors import MalformedRequest, PayloadTooLarge, RequestTimeout
+from convgrad_service.engine.engine import Engine
 from convgrad_service.engine.execution import Execution, Filler, Source
-from convgrad_service.engine.hub import Engine
-from convgrad_service.engine.memory.lease import Lease, leased
+from convgrad_service.engine.memory.arena import Lease, leased
 from convgrad_service.engine.options import MAX_TRANSFER_S
 from convgrad_service.engine.pipeline import Pipeline
-from convgrad_service.engine.request import SMALL_BYTES, ClientGone
-from convgrad_service.engine.telemetry.record import Timings
-from convgrad_service.http_api.context import connection_of, context_of
+from convgrad_service.engine.request import SMALL_BYTES, ClientGone, Timings
+from convgrad_service.http_api.connection import connection_of, size_of_target
+from convgrad_service.http_api.middleware import context_of
 from convgrad_service.server.settings import Settings
 
 __all__ = ["Body", "BodyLimits", "Text", "TextReader", "small_body"]
@@ -133,9 +133,9 @@ class Body:
         """
         left = memoryview(self._ahead)[skip:]
         self._ahead = b""
-        self._hold(self.received_bytes - len(left) + sum(map(_size, targets)))
+        self._hold(self.received_bytes - len(left) + sum(map(size_of_target, targets)))
         for index, target in enumerate(targets):
-            size, at = _size(target), 0
+            size, at = size_of_target(target), 0
             while at < size:
                 if not left:
                     rest = [_from(target, at), *targets[index + 1 :]]
@@ -193,7 +193,7 @@ class Body:
         connection, length = self._connection, self.content_length
         if connection is None or length is None or self.ended:
             return False
-        wanted = sum(map(_size, targets))
+        wanted = sum(map(size_of_target, targets))
         if wanted != length - self.received_bytes or wanted < _DIRECT_BYTES:
             return False
         if connection.body_left_bytes(length) <= 0:
@@ -329,16 +329,12 @@ async def _moved(engine: Engine, text: Text, size: int, wanted: int) -> Text:
     return larger
 
 
-def _size(target: memoryview | int) -> int:
-    return target if isinstance(target, int) else len(target)
-
-
 def _from(target: memoryview | int, at: int) -> memoryview | int:
     return target - at if isinstance(target, int) else target[at:]
 
 
 def _wrong_length(targets: Iterable[memoryview | int], found: int) -> MalformedRequest:
-    described = sum(map(_size, targets))
+    described = sum(map(size_of_target, targets))
     more = "" if found < described else " or more"
     return MalformedRequest(
         f"the header describes {described} bytes of data, but {found}{more} follow"

@@ -1,41 +1,50 @@
 """The media types of request and response bodies at ``POST /<operation>``.
 
-JSON is in `json_forms`, forms are in `multipart_body`. Answers in NumPy files, .npy for one tensor
-and .npz for any number, have their report in ``X-Report``.
+JSON is in `json_forms`, forms and NumPy files are in `numpy_files`.
 """
 
 from __future__ import annotations
 
 import json
-import zipfile
-from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from typing import Any, Protocol
 
-from numpy.typing import NDArray
-
 from convgrad.contract import Operation, Report, Request
-from convgrad.dtypes import DType
-from convgrad.errors import MalformedRequest, NotAcceptable
-from convgrad.wire import npy, safetensors
+from convgrad.errors import MalformedRequest
+from convgrad.wire import safetensors
 from convgrad.wire.shapes import data_view, dtype_of
 from convgrad_service.engine.execution import Execution, ResponseTemplate, Result, split_at
-from convgrad_service.engine.memory.lease import Lease
+from convgrad_service.engine.memory.arena import Lease
 from convgrad_service.engine.pipeline import Pipeline
-from convgrad_service.engine.request import SMALL_BYTES, Fields, blank
-from convgrad_service.engine.telemetry.record import Timings
+from convgrad_service.engine.request import SMALL_BYTES, Decoded, Fields, Timings, blank
 from convgrad_service.http_api.body import Body, TextReader
 from convgrad_service.http_api.json_forms import (
-    EncodedLater,
     describe_json_request,
     json_answer,
     refuse_endless_values,
     stored_tensor,
 )
-from convgrad_service.http_api.multipart_body import MEDIA_TYPE as MULTIPART
-from convgrad_service.http_api.multipart_body import MultipartReader
+from convgrad_service.http_api.numpy_files import MEDIA_TYPE as MULTIPART
+from convgrad_service.http_api.numpy_files import (
+    NPY,
+    NPZ,
+    MultipartReader,
+    encode_npy,
+    encode_npz,
+    npy_content_type,
+    refuse_npy,
+    refuse_npz,
+)
 from convgrad_service.http_api.problem_details import Headers
+from convgrad_service.http_api.transport import (
+    Arriving,
+    Chunk,
+    HttpTransport,
+    choose_accepted,
+    match_content_type,
+)
 from convgrad_service.problems import Problem
 
 __all__ = [
@@ -43,45 +52,20 @@ __all__ = [
     "BODY_FORMS",
     "JSON",
     "MAX_KEY_BYTES",
-    "NPY",
-    "NPZ",
     "REPORT_HEADER",
     "SAFETENSORS",
     "AnswerForm",
-    "Arriving",
     "BodyForm",
-    "Chunk",
+    "BodyTransport",
+    "OperationTransport",
     "Reader",
-    "npy_content_type",
 ]
 
-NPY = npy.MEDIA_TYPE
-NPZ = "application/x-npz"
 REPORT_HEADER = "X-Report"
-
-
 MAX_KEY_BYTES = 4096
 """Requests with longer heads are not cached."""
 JSON = "application/json"
 SAFETENSORS = safetensors.MEDIA_TYPE
-
-
-@dataclass(frozen=True, slots=True)
-class Arriving:
-    """A part of an answer that is still being computed.
-
-    ``until`` waits for a number of final bytes, and returns how many there are.
-    """
-
-    data: memoryview
-    until: Callable[[int], Coroutine[Any, Any, int]]
-
-    def __len__(self) -> int:
-        return len(self.data)
-
-
-Chunk = bytes | memoryview | EncodedLater | Arriving
-"""A part of an answer, of one byte an item; the last two kinds are made when it is their turn."""
 
 
 class Reader(Protocol):
@@ -251,66 +235,6 @@ def _safetensors_template(execution: Execution, report: Report) -> ResponseTempl
     return ResponseTemplate(*split_at(text, lambda seconds: repr(seconds).encode()), outputs)
 
 
-def _encode_npy(execution: Execution, result: Result) -> Sequence[Chunk]:
-    """Encode the only output as a .npy file."""
-    ((name, array),) = result.outputs.items()
-    header, data = npy.encode(array)
-    assert isinstance(data, memoryview)  # noqa: S101
-    if result.progress is None:
-        return [header, data]
-    return [header, Arriving(data, partial(result.progress.until, name))]
-
-
-def _encode_npz(execution: Execution, result: Result) -> Sequence[Chunk]:
-    """Encode all outputs as a .npz file, uncompressed."""
-    collected = _Chunks()
-    with zipfile.ZipFile(collected, "w") as archive:  # type: ignore[call-overload]
-        for name, array in result.outputs.items():
-            # A fixed date, so that answers to the same request are identical.
-            entry = zipfile.ZipInfo(f"{name}.npy")
-            with archive.open(entry, "w", force_zip64=True) as file:
-                for part in npy.encode(array):
-                    file.write(part)
-    return collected.parts
-
-
-def npy_content_type(array: NDArray[Any]) -> str:
-    """Return the media type of an array's .npy file, with dtypes that NumPy lacks."""
-    return f"{NPY}; dtype=bfloat16" if dtype_of(array) is DType.BFLOAT16 else NPY
-
-
-def _refuse_npy(request: Request, problem: Problem) -> None:
-    """Raise NotAcceptable unless there is exactly one output, and it is not stored."""
-    if len(problem.outputs) > 1:
-        raise NotAcceptable(
-            f"{NPY} holds one tensor, and the answer has {', '.join(problem.outputs)}; accept {NPZ}"
-        )
-    _refuse_npz(request, problem)
-
-
-def _refuse_npz(request: Request, problem: Problem) -> None:
-    """Raise NotAcceptable if an output is stored."""
-    if request.store:
-        raise NotAcceptable(
-            "an answer in NumPy's files cannot name the outputs that were stored; accept "
-            "application/json"
-        )
-
-
-class _Chunks:
-    """A file for `zipfile` that collects what is written without copying."""
-
-    def __init__(self) -> None:
-        self.parts: list[Chunk] = []
-
-    def write(self, part: bytes | memoryview) -> int:
-        self.parts.append(part)
-        return len(part)
-
-    def flush(self) -> None:
-        """Do nothing: nothing is buffered."""
-
-
 BODY_FORMS: Mapping[str, BodyForm] = {
     form.media_type: form
     for form in (
@@ -324,7 +248,76 @@ ANSWER_FORMS: Mapping[str, AnswerForm] = {
     for form in (
         AnswerForm(JSON, _encode_json, _refuse_json),
         AnswerForm(SAFETENSORS, _encode_safetensors, streams=True),
-        AnswerForm(NPY, _encode_npy, _refuse_npy, streams=True, reports=True),
-        AnswerForm(NPZ, _encode_npz, _refuse_npz, reports=True),
+        AnswerForm(NPY, encode_npy, refuse_npy, streams=True, reports=True),
+        AnswerForm(NPZ, encode_npz, refuse_npz, reports=True),
     )
 }
+
+
+class BodyTransport(HttpTransport):
+    """A request with a body of any `BodyForm`."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        content_type = self.headers.get(b"content-type")
+        self._form = self._choose_forms(content_type, self.headers.get(b"accept", ""))
+        self._reader = self._form.reader(content_type or "")
+
+    def _choose_forms(self, content_type: str | None, accept: str) -> BodyForm:
+        """Return the form of the body; subclasses choose that of the answer too."""
+        return BODY_FORMS[match_content_type(content_type, tuple(BODY_FORMS))]
+
+    async def head(self) -> Hashable | None:
+        self._body = self.body(getattr(self._settings, self._form.limit))
+        return await self._reader.head(self._body, self.pipeline)
+
+    @property
+    def body_lease(self) -> Lease | None:  # type: ignore[override]
+        return self._reader.body_lease
+
+    @property
+    def decodes_inline(self) -> bool:  # type: ignore[override]
+        return self._reader.decodes_inline
+
+    def decode(self) -> Decoded:
+        fields, notes = self._reader.fields(self.operation)
+        return Decoded(fields, notes=notes)
+
+    async def fill(self, execution: Execution) -> None:
+        await self._reader.fill(self._body, execution, self.request.timings)
+
+    def close(self) -> None:
+        self._reader.close()
+
+
+class OperationTransport(BodyTransport):
+    """A body of any `BodyForm`, and an answer of any `AnswerForm`."""
+
+    def _choose_forms(self, content_type: str | None, accept: str) -> BodyForm:
+        came_in, self._form_out = _forms(content_type, accept)
+        self.streams = self._form_out.streams
+        return came_in
+
+    async def head(self) -> Hashable | None:
+        key = await super().head()
+        return None if key is None else (key, self._form_out.media_type)
+
+    def decode(self) -> Decoded:
+        return replace(super().decode(), refuse=self._form_out.refuse)
+
+    async def send(self, execution: Execution, result: Result) -> None:
+        form = self._form_out
+        with self.request.timings.stage("encode"):
+            small = sum(tensor.spec.size_bytes for tensor in execution.layout.outputs)
+            chunks = await self.pipeline.in_thread(
+                lambda: form.encode(execution, result),
+                execution.lease,
+                inline=small <= SMALL_BYTES,
+            )
+        await self.respond(form.headers(result), chunks)
+
+
+@lru_cache(maxsize=256)
+def _forms(content_type: str | None, accept: str) -> tuple[BodyForm, AnswerForm]:
+    came_in = BODY_FORMS[match_content_type(content_type, tuple(BODY_FORMS))]
+    return came_in, ANSWER_FORMS[choose_accepted(accept, tuple(ANSWER_FORMS), came_in.answered)]

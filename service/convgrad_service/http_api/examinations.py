@@ -15,19 +15,19 @@ from convgrad.contract.base import parse_field, refuse_unknown
 from convgrad.contract.verification import Earlier
 from convgrad.errors import MalformedRequest, Overloaded, ProblemTooLarge, ServiceError
 from convgrad.wire.sentences import shown
+from convgrad_service.engine.engine import call_hub
 from convgrad_service.engine.execution import Execution, Result
-from convgrad_service.engine.hub import JobHandle, call_hub
+from convgrad_service.engine.hub import JobHandle
 from convgrad_service.engine.request import Decoded, blank
 from convgrad_service.engine.scheduling.quotas import Caller, KeyLimits, Ticket
 from convgrad_service.engine.submissions import Submissions
-from convgrad_service.http_api.codecs import JSON, BodyForm
-from convgrad_service.http_api.context import context_of
-from convgrad_service.http_api.negotiation import choose_accepted
+from convgrad_service.http_api.codecs import JSON, BodyForm, BodyTransport
+from convgrad_service.http_api.middleware import context_of
 from convgrad_service.http_api.problem_details import problem_details
-from convgrad_service.http_api.transport import BodyTransport, HttpTransport
+from convgrad_service.http_api.transport import HttpTransport, choose_accepted
 from convgrad_service.long_json import dumps
+from convgrad_service.oip.fields import SharedMemory
 from convgrad_service.oip.request import Region
-from convgrad_service.oip.shared_memory import SharedMemory
 from convgrad_service.problems import Problem
 from convgrad_service.problems.examinations import TimeIt, Verify
 

@@ -23,11 +23,11 @@ from convgrad.wire.json_tensors import FORMS, Base64Text, Form, decode_tensor, e
 from convgrad.wire.sentences import shown
 from convgrad.wire.shapes import dtype_of
 from convgrad_service.engine.request import SMALL_BYTES, blank
+from convgrad_service.http_api.transport import EncodedLater
 from convgrad_service.long_json import LongValues, blocks_of, dumps
 
 __all__ = [
     "DeferredTensor",
-    "EncodedLater",
     "describe_json_request",
     "described_tensor",
     "json_answer",
@@ -278,20 +278,6 @@ class DeferredBase64(DeferredTensor):
             f"{self._name}: its text is not base64 (only A-Z a-z 0-9 + / and the right = padding "
             "at its end, no line breaks)"
         )
-
-
-class EncodedLater:
-    """The base64 of some bytes, encoded when it is sent."""
-
-    def __init__(self, part: memoryview) -> None:
-        self._part = part
-
-    def __len__(self) -> int:
-        return -(-len(self._part) // 3) * 4
-
-    def encoded(self) -> bytes:
-        """The text."""
-        return pybase64.b64encode(self._part)
 
 
 def encoded_later(part: bytes | memoryview) -> Iterator[EncodedLater]:

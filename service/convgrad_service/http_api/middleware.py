@@ -11,42 +11,54 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from types import MappingProxyType
 from typing import Any
 
+from fastapi import FastAPI
 from starlette.datastructures import Headers
+from starlette.middleware.errors import ServerErrorMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from convgrad.errors import ServiceError
 from convgrad_service.engine.pipeline import Pipeline
-from convgrad_service.engine.request import ClientGone
-from convgrad_service.engine.telemetry.record import TRACE_HEADERS, RequestContext, log_exchange
-from convgrad_service.engine.telemetry.record import access as _access
+from convgrad_service.engine.request import TRACE_HEADERS, ClientGone, RequestContext, log_exchange
+from convgrad_service.engine.request import access as _access
 from convgrad_service.engine.telemetry.tracing import Traces
-from convgrad_service.http_api.connection_io import ReceiveInto
-from convgrad_service.http_api.context import begin_context, connection_of
+from convgrad_service.http_api.connection import ReceiveInto, connection_of
 from convgrad_service.http_api.problem_details import internal, problem_details
 from convgrad_service.security.keys import KEY_REFUSALS, KeyRing, require_path
 
-__all__ = ["ExchangeMiddleware", "needs_no_key"]
+__all__ = ["ExchangeApp", "ExchangeMiddleware", "begin_context", "context_of", "needs_no_key"]
 
+_KEY = "convgrad.context"
 _log = logging.getLogger("convgrad.http")
-
 # Unless it is large, the body of a refused request has usually arrived already. Then the connection
 # is kept: a new one for every refusal would cost an overloaded server too much.
 _MODEST_BODY_BYTES, _MODEST_BODY_WAIT_S = 4 * 2**20, 0.05
 _LINGER_S = 2.0
-
 # Health checks need no key. Nor do the API's description and the page's files, for which a browser
 # could not send one; they reveal only whether the server has keys.
 _OPEN_PATHS = ("/v2/health/live", "/v2/health/ready", "/", "/docs", "/openapi.json", "/ui")
 _OPEN_FOLDERS = ("/docs/assets/", "/ui/")
 _QUIET_PATHS = ("/v2/health/", "/metrics")  # polled by machines, so logged at debug level
-
-
 Endpoints = Mapping[str, ASGIApp]
 """The POST endpoint of each path."""
+
+
+def begin_context(scope: MutableMapping[str, Any]) -> RequestContext:
+    """Create the context of an exchange, and store it in ``scope`` for `context_of`."""
+    context = RequestContext.begin(
+        value.decode("latin-1") for name, value in scope["headers"] if name == b"x-request-id"
+    )
+    scope[_KEY] = context
+    return context
+
+
+def context_of(scope: MutableMapping[str, Any]) -> RequestContext:
+    """Return the context that the middleware stored in ``scope``."""
+    context: RequestContext = scope[_KEY]
+    return context
 
 
 class ExchangeMiddleware:
@@ -294,3 +306,19 @@ class _Exchange:
         self._context.received_bytes += receiving.received_bytes - self._dropped_bytes
         self._dropped_bytes = receiving.received_bytes
         return receiving.filled.done()
+
+
+class ExchangeApp(FastAPI):
+    """FastAPI without its own outer middleware, which takes longer than a small request."""
+
+    exchange: ASGIApp
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See `ExchangeMiddleware`."""
+        await self.exchange(scope, receive, send)
+
+    def build_middleware_stack(self) -> ASGIApp:
+        """Omit the outermost layer, which would answer errors before `ExchangeMiddleware` could."""
+        outermost = super().build_middleware_stack()
+        assert isinstance(outermost, ServerErrorMiddleware)  # noqa: S101 - as Starlette has it
+        return outermost.app

@@ -1,4 +1,4 @@
-"""Inference by the Open Inference Protocol over HTTP.
+"""The Open Inference Protocol over HTTP: inference, descriptions, statistics and shared memory.
 
 In a request, ``Inference-Header-Content-Length`` is the size of the JSON that precedes the tensors'
 bytes, which are received straight into place. Without it the whole body is JSON.
@@ -6,44 +6,67 @@ bytes, which are received straight into place. Without it the whole body is JSON
 
 from __future__ import annotations
 
+import base64
+import binascii
 import re
 from collections.abc import Hashable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.responses import JSONResponse
 from numpy.typing import NDArray
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
-from convgrad.contract import Report
-from convgrad.errors import MalformedRequest
-from convgrad_service.engine.execution import (
-    Execution,
-    Filler,
-    ResponseTemplate,
-    Result,
-    split_at,
-)
-from convgrad_service.engine.memory.lease import Lease
+from convgrad.contract import OPERATIONS, Report
+from convgrad.errors import MalformedRequest, NotFound, UnsupportedProblem
+from convgrad.wire import strict_json
+from convgrad.wire.sentences import shown
+from convgrad_service.engine.engine import call_hub
+from convgrad_service.engine.execution import Execution, Filler, ResponseTemplate, Result, split_at
+from convgrad_service.engine.memory.arena import Lease
+from convgrad_service.engine.pipeline import Pipeline
 from convgrad_service.engine.request import SMALL_BYTES, Decoded, blank
-from convgrad_service.http_api.body import Text
+from convgrad_service.engine.shm.registry import RegionInfo
+from convgrad_service.engine.telemetry.metrics import RequestMetrics
+from convgrad_service.http_api.body import Text, small_body
 from convgrad_service.http_api.codecs import MAX_KEY_BYTES
-from convgrad_service.http_api.transport import HttpTransport
-from convgrad_service.oip.fields import described, request_fields
+from convgrad_service.http_api.middleware import Endpoints, context_of
+from convgrad_service.http_api.transport import Endpoint, HttpTransport
+from convgrad_service.oip.fields import (
+    Kind,
+    SharedMemory,
+    described,
+    operation_named,
+    request_fields,
+)
 from convgrad_service.oip.http_json import (
     HttpAnswer,
     encode_answer,
     read_infer_head,
     refuse_in_json,
 )
-from convgrad_service.oip.request import InferInput, InferRequest, Region, Span
-from convgrad_service.oip.shared_memory import SharedMemory
+from convgrad_service.oip.models import (
+    model_config,
+    model_metadata,
+    model_statistics,
+    repository_index,
+    server_metadata,
+)
+from convgrad_service.oip.request import InferInput, InferRequest, Region, Span, known_keys, size_of
+from convgrad_service.server.settings import Settings
 
-__all__ = ["InferTransport"]
+__all__ = ["InferTransport", "add_oip"]
 
 _HEADER_LENGTH = b"inference-header-content-length"
 # The JSON before binary data is small, unless it contains numbers too.
 _MAX_HEAD_BYTES = 4 * 2**20
 # An id in first position, as clients write it, without escapes.
 _ID = re.compile(rb'\{"id":"([!#-\[\]-~ ]{0,256})",')
+_MODEL = "/v2/models/{model}"
+_VERSION = "/v2/models/{model}/versions/{version}"
+_MAX_BODY_BYTES = 4096
 
 
 class InferTransport(HttpTransport):
@@ -226,3 +249,145 @@ def _answer_headers(answer: HttpAnswer) -> list[tuple[bytes, bytes]]:
         (b"content-type", b"application/octet-stream"),
         (_HEADER_LENGTH, str(answer.header_bytes).encode()),
     ]
+
+
+def add_oip(app: FastAPI, pipeline: Pipeline, settings: Settings) -> Endpoints:
+    """Add the protocol's routes but for health to ``app``; return its inference endpoints."""
+    memory = SharedMemory(pipeline.engine, settings)
+    router = APIRouter(tags=["open inference protocol"])
+    _add_descriptions(router, pipeline, memory, settings)
+    for kind in get_args(Kind):
+        _add_regions(router, f"/v2/{kind}sharedmemory", kind, memory, settings)
+    app.include_router(router)
+    infer = {
+        name: Endpoint(InferTransport, operation, pipeline, settings)
+        for name, operation in OPERATIONS.items()
+    }
+    for path in (_MODEL, _VERSION):
+        route = Route(f"{path}/infer", _ByModel(infer), methods=["POST"], name="infer")
+        app.router.routes.append(route)
+    return {f"/v2/models/{name}/infer": endpoint for name, endpoint in infer.items()}
+
+
+class _ByModel:
+    """An ASGI application that calls the endpoint of the model that the path names."""
+
+    def __init__(self, endpoints: Mapping[str, Endpoint]) -> None:
+        self._endpoints = endpoints
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        named: Mapping[str, str] = scope["path_params"]
+        operation = operation_named(named["model"], named.get("version", ""))
+        await self._endpoints[operation.name](scope, receive, send)
+
+
+def _add_descriptions(
+    router: APIRouter, pipeline: Pipeline, shared_memory: SharedMemory, settings: Settings
+) -> None:
+    @router.get("/v2", summary="The server's name, version and extensions.")
+    async def server() -> JSONResponse:
+        return JSONResponse(server_metadata(shared_memory.extensions))
+
+    # Before the models' routes, which would take it for a model's name.
+    @router.get("/v2/models/stats", summary="Statistics of all models.")
+    async def all_statistics() -> JSONResponse:
+        return JSONResponse(
+            model_statistics(await call_hub(pipeline.engine, RequestMetrics.statistics), OPERATIONS)
+        )
+
+    @router.get(_VERSION, include_in_schema=False)
+    @router.get(_MODEL, summary="A model's inputs and outputs.")
+    async def metadata(model: str, version: str = "") -> JSONResponse:
+        return JSONResponse(model_metadata(operation_named(model, version).name))
+
+    @router.get(f"{_VERSION}/ready", include_in_schema=False)
+    @router.get(f"{_MODEL}/ready", summary="Whether a model accepts requests.")
+    async def ready(model: str, version: str = "") -> JSONResponse:
+        if model != settings.service_name:
+            operation_named(model, version)
+        pipeline.require_ready()
+        return JSONResponse({"name": model, "ready": True})
+
+    @router.get(f"{_VERSION}/config", include_in_schema=False)
+    @router.get(f"{_MODEL}/config", summary="A model's configuration, in Triton's format.")
+    async def config(model: str, version: str = "") -> JSONResponse:
+        return JSONResponse(model_config(operation_named(model, version).name))
+
+    @router.get(f"{_VERSION}/stats", include_in_schema=False)
+    @router.get(f"{_MODEL}/stats", summary="Statistics of one model.")
+    async def statistics(model: str, version: str = "") -> JSONResponse:
+        operation = operation_named(model, version)
+        counts = await call_hub(pipeline.engine, RequestMetrics.statistics)
+        return JSONResponse(model_statistics(counts, [operation.name]))
+
+    @router.post("/v2/repository/index", summary="All models, and whether they accept requests.")
+    async def index(request: Request) -> JSONResponse:
+        only_ready = _only_ready(await small_body(request, settings, _MAX_BODY_BYTES))
+        return JSONResponse(repository_index(pipeline.unready_reason, only_ready=only_ready))
+
+    @router.post("/v2/repository/models/{model}/load", include_in_schema=False)
+    @router.post("/v2/repository/models/{model}/unload", include_in_schema=False)
+    async def control(model: str) -> JSONResponse:
+        operation_named(model)
+        raise UnsupportedProblem(
+            "models are this server's operations, which cannot be loaded or unloaded"
+        )
+
+
+def _only_ready(body: bytes) -> bool:
+    """Return whether only ready models are requested."""
+    fields: dict[str, Any] = strict_json.loads_object(body, "the request") if body else {}
+    if repository := fields.get("repository_name"):
+        raise NotFound(f"there is no repository {shown(repository)}; the only one has no name")
+    ready = fields.get("ready", False)
+    if not isinstance(ready, bool):
+        raise MalformedRequest(f"ready: expected true or false, got {shown(ready)}")
+    return ready
+
+
+def _add_regions(
+    router: APIRouter, path: str, kind: Kind, memory: SharedMemory, settings: Settings
+) -> None:
+    region = f"{path}/region/{{name}}"
+
+    @router.get(f"{path}/status", summary=f"The regions of {kind} shared memory.")
+    @router.get(f"{region}/status", include_in_schema=False)
+    async def status(request: Request, name: str = "") -> JSONResponse:
+        return JSONResponse(await memory.status(context_of(request.scope).owner, kind, name))
+
+    @router.post(f"{region}/register", summary=f"Register a region of {kind} shared memory.")
+    async def register(name: str, request: Request) -> JSONResponse:
+        body = await small_body(request, settings, _MAX_BODY_BYTES)
+        info = _region(kind, name, strict_json.loads_object(body, "the request"))
+        await memory.register(context_of(request.scope).owner, info)
+        return JSONResponse({})
+
+    @router.post(f"{path}/unregister", summary=f"Drop all regions of {kind} shared memory.")
+    @router.post(f"{region}/unregister", include_in_schema=False)
+    async def unregister(request: Request, name: str = "") -> JSONResponse:
+        await memory.unregister(context_of(request.scope).owner, kind, name)
+        return JSONResponse({})
+
+
+def _region(kind: Kind, name: str, fields: dict[str, Any]) -> RegionInfo:
+    size_bytes = size_of(fields.get("byte_size"), "byte_size")
+    if kind == "cuda":
+        known_keys(fields, ("raw_handle", "device_id", "byte_size"), "the request")
+        device = size_of(fields.get("device_id"), "device_id")
+        handle = _handle(fields.get("raw_handle"))
+        return RegionInfo(name, "", 0, size_bytes, handle, device)
+    known_keys(fields, ("key", "offset", "byte_size"), "the request")
+    key = fields.get("key")
+    if not isinstance(key, str):
+        raise MalformedRequest(f"key: expected a string, got {shown(key)}")
+    return RegionInfo(name, key, size_of(fields.get("offset", 0), "offset"), size_bytes)
+
+
+def _handle(value: Any) -> bytes:
+    text = value.get("b64") if isinstance(value, dict) else None
+    if not isinstance(text, str):
+        raise MalformedRequest(f'raw_handle: expected {{"b64": "…"}}, got {shown(value)}')
+    try:
+        return base64.b64decode(text, validate=True)
+    except binascii.Error:
+        raise MalformedRequest("raw_handle: b64 is not base64") from None

@@ -19,10 +19,11 @@ from convgrad.contract import OPERATIONS, Operation, Report
 from convgrad.contract.examinations import PLANS, TIMINGS, VERIFICATIONS
 from convgrad.contract.timing import PlanExplained, TimedPlan
 from convgrad.contract.verification import Verification
-from convgrad_service.http_api.codecs import BODY_FORMS, JSON, NPY, NPZ, REPORT_HEADER, SAFETENSORS
+from convgrad_service.http_api.codecs import BODY_FORMS, JSON, REPORT_HEADER, SAFETENSORS
 from convgrad_service.http_api.examinations import EVENT_STREAM
 from convgrad_service.http_api.middleware import needs_no_key
-from convgrad_service.http_api.multipart_body import MEDIA_TYPE as MULTIPART
+from convgrad_service.http_api.numpy_files import MEDIA_TYPE as MULTIPART
+from convgrad_service.http_api.numpy_files import NPY, NPZ
 from convgrad_service.http_api.openapi_parts import (
     ANSWER_HEADERS,
     BINARY,
@@ -71,7 +72,6 @@ _INFER_EXAMPLE: dict[str, Any] = {
     ],
     "parameters": {"stride": "[1, 1]"},
 }
-
 _METHODS = {"get", "put", "post", "delete"}
 # The errors of every operation, from the error table; `_describe_keys` adds those of API keys.
 _ERROR_STATUSES = (400, 404, 406, 408, 413, 415, 422, 429, 500, 503, 504)
@@ -90,6 +90,7 @@ _EXAMINATIONS: Mapping[str, tuple[type[BaseModel], str]] = {
         "Explain which kernel would compute {}, and why the others would not.",
     ),
 }
+_REPORT_HEADER = {REPORT_HEADER: header("How an answer in .npy or .npz was computed, as JSON.")}
 
 
 def install_openapi(app: FastAPI, settings: Settings) -> None:
@@ -367,6 +368,3 @@ def _describe_keys(document: dict[str, Any], *, required: bool) -> None:
             }
         }
         document["security"] = [{"apiKey": []}]
-
-
-_REPORT_HEADER = {REPORT_HEADER: header("How an answer in .npy or .npz was computed, as JSON.")}

@@ -1,139 +1,65 @@
-"""The HTTP protocol of a connection: caches parsed heads, and receives bodies in place.
+"""The HTTP/1.1 protocol of a connection: uvicorn's, with cached heads and the limits that it lacks.
 
-Its limits are in `protocol_limits`.
+uvicorn limits idle keep-alive connections. It does not limit the time and size of headers, the
+number of connections, or the time that a client leaves its answer unread; with each of these one
+client could hold memory or block the event loop forever. Nor does it refuse all the heads that
+RFC 9112 forbids.
 """
 
 from __future__ import annotations
 
 import asyncio
-import re
-from collections import OrderedDict
+import uuid
+from asyncio.events import TimerHandle
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Any, ClassVar, cast
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
 
-from convgrad.errors import MalformedRequest
-from convgrad_service.http_api.connection_io import CoalescedWriter, ReadInParts
-from convgrad_service.http_api.context import CONNECTION, Connection
-from convgrad_service.http_api.protocol_limits import HeadRefused, LimitedProtocol, check_head
+from convgrad.errors import MalformedRequest, Overloaded, RequestTimeout, ServiceError
+from convgrad_service.engine.options import MAX_TRANSFER_S
+from convgrad_service.http_api.connection import (
+    CONNECTION,
+    CoalescedWriter,
+    Connection,
+    HeadRefused,
+    ReadInParts,
+    RequestHeadCache,
+    check_head,
+)
+from convgrad_service.http_api.problem_details import problem_details
 from convgrad_service.server.settings import Settings
 
-__all__ = ["GuardedProtocol", "RequestHead", "RequestHeadCache", "guarded_protocol"]
+__all__ = ["GuardedProtocol", "guarded_protocol"]
 
 # A body of more parts than this is refused if they are smaller than this on average: it would take
 # a call of the parser for every byte or two.
 _MANY_PARTS, _SMALL_PART_BYTES = 4096, 64
-
 # Limit of pipelined requests.
 _MAX_SENT_AHEAD = 16
 
-# Of the cache of heads. The id is as the client SDK writes it.
-_END = b"\r\n\r\n"
-_ID = re.compile(rb"\r\n[Xx]-[Rr]equest-[Ii]d: ([0-9A-Za-z-]{1,128})\r\n")
-_MAX_HEAD_BYTES, _MOST = 2048, 256
-_ID_NAME = b"x-request-id"
-_UNUSUAL = frozenset({b"expect", b"transfer-encoding", b"upgrade", b"connection"})
 
-
-class RequestHead(NamedTuple):
-    """A parsed head: a POST in HTTP/1.1 on a keep-alive connection."""
-
-    raw_path: bytes
-    path: str
-    query: bytes
-    headers: tuple[tuple[bytes, bytes], ...]
-    body_bytes: int
-    id_at: int | None
-    """Which of the headers is the request's id, if there is one."""
-
-    def scope(self, request_id: bytes) -> dict[str, Any]:
-        """Return the fields of an ASGI scope for a request with this id."""
-        headers = list(self.headers)
-        if self.id_at is not None:
-            headers[self.id_at] = _ID_NAME, request_id
-        return {
-            "http_version": "1.1",
-            "method": "POST",
-            "path": self.path,
-            "raw_path": self.raw_path,
-            "query_string": self.query,
-            "headers": headers,
-        }
-
-
-class RequestHeadCache:
-    """The latest heads, of all connections of a process, by their exact bytes.
-
-    A client sends the same head with every request but for its id, and parsing it, with a callback
-    into Python for each header, takes longer than computing a small problem.
-    """
-
-    def __init__(self) -> None:
-        self._heads: OrderedDict[tuple[bytes, ...], RequestHead] = OrderedDict()
-
-    def find(self, data: bytes) -> tuple[RequestHead, bytes, int] | None:
-        """Return the cached head of ``data``, the request's id, and where the body begins."""
-        split = _split(data)
-        if split is None:
-            return None
-        key, request_id, end = split
-        known = self._heads.get(key)
-        if known is None:
-            return None
-        self._heads.move_to_end(key)
-        return known, request_id, end
-
-    def learn(
-        self,
-        data: bytes,
-        raw_path: bytes,
-        path: str,
-        query: bytes,
-        headers: list[tuple[bytes, bytes]],
-    ) -> None:
-        """Cache the parsed head that ``data`` begins with."""
-        split = _split(data)
-        if split is None:
-            return
-        key, request_id, end = split
-        head = data[:end]
-        names = [name for name, _ in headers]
-        length = dict(headers).get(b"content-length", b"")
-        # Exactly one line per header and one for the request: nothing folded or omitted.
-        lines = head.count(b"\r\n")
-        plain = lines == head.count(b"\n") == head.count(b"\r") == len(headers) + 2
-        ids = [at for at, name in enumerate(names) if name == _ID_NAME]
-        if (
-            not plain
-            or len(ids) != (1 if request_id else 0)
-            or len(set(names)) != len(names)
-            or not (length.isdigit() and len(length) < 10)
-            or _UNUSUAL.intersection(names)
-        ):
-            return
-        known = RequestHead(
-            raw_path, path, query, tuple(headers), int(length), ids[0] if ids else None
-        )
-        self._heads[key] = known
-        if len(self._heads) > _MOST:
-            self._heads.popitem(last=False)
-
-
-def _split(data: bytes) -> tuple[tuple[bytes, ...], bytes, int] | None:
-    """Split a head into what surrounds its id, the id, and the head's end."""
-    end = data.find(_END, 0, _MAX_HEAD_BYTES) + len(_END)
-    if end < len(_END) or not data.startswith(b"POST "):
-        return None
-    found = _ID.search(data, 0, end)
-    if found is None:
-        return (data[:end],), b"", end
-    return (data[: found.start()], data[found.end() : end]), found[1], end
-
-
-class GuardedProtocol(LimitedProtocol):
+class GuardedProtocol(HttpToolsProtocol):
     """One connection. ``settings`` and ``heads`` are set by `guarded_protocol`."""
+
+    settings: ClassVar[Settings]
+
+    _head_timer: TimerHandle | None = None
+    _write_timer: TimerHandle | None = None
+    _in_head = True
+    _head_bytes = 0
+    _body_bytes = 0
+    """Bytes that were read after the head, with what frames the body."""
+    _refusal: ServiceError | None = None
+    _slow: tuple[RequestResponseCycle, int, float] | None = None
+    """A paused answer, the bytes that were left of it, and when."""
+    _unsent: tuple[int, float] | None = None
+    """While closing: the bytes left to send, and the time since which there are that many."""
 
     heads: ClassVar[RequestHeadCache]
 
@@ -155,6 +81,15 @@ class GuardedProtocol(LimitedProtocol):
         super().connection_made(transport)
         # TLS reads records of 16 KiB anyway.
         self._reader = self if self.scheme == "https" else ReadInParts(self)
+        if len(self.connections) > self.settings.max_connections:
+            self._close_with(
+                Overloaded(
+                    f"{self.settings.max_connections} connections are open, the maximum",
+                    retry_after_s=1.0,
+                )
+            )
+        else:
+            self._expect_rest_of_head()
         transport.set_protocol(self._reader)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -162,6 +97,8 @@ class GuardedProtocol(LimitedProtocol):
             if self.watching is not None:
                 self.watching.disconnected = True
             self.gone()
+        self._stop_head_timer()
+        _stop(self._write_timer)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -342,8 +279,122 @@ class GuardedProtocol(LimitedProtocol):
         self.transport.resume_reading()
         self.flow.read_paused = False
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        # abort, because close would wait until the answer has been read.
+        self._write_timer = self.loop.call_later(
+            self.settings.answer_idle_timeout_s, self.transport.abort
+        )
+
+    def resume_writing(self) -> None:
+        _stop(self._write_timer)
+        super().resume_writing()
+
+    def abort_if_stuck(self, now_s: float, *, short_of_memory: bool) -> None:
+        """Abort a connection whose client does not read its answer; to be called periodically.
+
+        That is a closing one whose rest is not read: it may be too small to pause writing. And,
+        while others wait for memory, one whose rest would take over `MAX_TRANSFER_S`.
+        """
+        if not self.transport.is_closing():
+            if short_of_memory and self.flow.write_paused:
+                self._abort_if_slow(now_s)
+            return
+        left_bytes = self.transport.get_write_buffer_size()
+        if self._unsent is None or left_bytes < self._unsent[0]:
+            self._unsent = left_bytes, now_s
+        elif now_s - self._unsent[1] > self.settings.answer_idle_timeout_s:
+            self.transport.abort()
+
+    def _abort_if_slow(self, now_s: float) -> None:
+        cycle = self.cycle
+        left_bytes = cycle.expected_content_length + self.transport.get_write_buffer_size()
+        if self._slow is None or self._slow[0] is not cycle:
+            self._slow = cycle, left_bytes, now_s
+        _, before_bytes, since_s = self._slow
+        took_s = now_s - since_s
+        late = left_bytes * took_s > (before_bytes - left_bytes) * MAX_TRANSFER_S
+        if late and took_s > self.settings.max_memory_wait_s:
+            self.transport.abort()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer an unparsable request with ``_refusal``, or with a 400 that says ``msg``."""
+        cycle: RequestResponseCycle | None = self.cycle  # None before the first request
+        if cycle is not None and cycle.response_started and not cycle.response_complete:
+            # The answer cannot be completed, and closing would wait until it is read.
+            self.transport.abort()
+        elif self.pipeline:
+            # Other answers are due first, and this one would be taken for one of them.
+            self.transport.close()
+        else:
+            self._close_with(self._refusal or MalformedRequest(msg))
+
+    def _begin_head(self) -> None:
+        self._in_head = True
+        self._head_bytes = 0
+        self._stop_head_timer()
+
+    def _end_head(self) -> None:
+        self._in_head = False
+        self._body_bytes = 0
+        self._stop_head_timer()
+
+    def _expect_rest_of_head(self) -> None:
+        """Limit the time until the head is complete, unless it came in one read, as most do."""
+        if self._in_head and self._head_timer is None:
+            timeout_s = self.settings.header_timeout_s
+            self._head_timer = self.loop.call_later(timeout_s, self._head_late)
+
+    def _stop_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _check_head_size(self) -> None:
+        """Refuse a head that is too long: a read may hold all of it, and a body too."""
+        size = len(self.url) + sum([len(name) + len(value) + 4 for name, value in self.headers])
+        if size > self.settings.max_header_bytes:
+            raise self._too_large()
+
+    def _too_large(self) -> HeadRefused:
+        return HeadRefused(
+            431, f"the request line and headers are over {self.settings.max_header_bytes:,} bytes"
+        )
+
+    def _head_late(self) -> None:
+        if self.transport.is_closing():
+            return
+        cycle: RequestResponseCycle | None = self.cycle  # None before the first request
+        if cycle is not None and not cycle.response_complete:
+            # A pipelined request, whose head is not read while the previous one is answered.
+            self._head_timer = self.loop.call_later(self.settings.header_timeout_s, self._head_late)
+        else:
+            self._close_with(
+                RequestTimeout(
+                    "the request line and headers were not complete after "
+                    f"{self.settings.header_timeout_s:g} s"
+                )
+            )
+
+    def _close_with(self, error: ServiceError) -> None:
+        status = error.status if isinstance(error, HeadRefused) else None
+        status, headers, body = problem_details(error, request_id := uuid.uuid4().hex, status)
+        headers += [
+            (b"x-request-id", request_id.encode()),
+            (b"server-timing", b"total;dur=0"),
+            (b"connection", b"close"),
+        ]
+        lines = b"".join(b"%s: %s\r\n" % header for header in headers)
+        self.transport.write(STATUS_LINE[status] + lines + b"\r\n" + body)
+        self.transport.close()
+
 
 def guarded_protocol(settings: Settings) -> type[GuardedProtocol]:
     """Return a protocol class with these settings, which uvicorn instantiates per connection."""
     own = {"settings": settings, "heads": RequestHeadCache()}
     return type("GuardedProtocol", (GuardedProtocol,), own)
+
+
+def _stop(timer: TimerHandle | None) -> None:
+    if timer is not None:
+        timer.cancel()

@@ -16,24 +16,26 @@ from convgrad.errors import MalformedRequest
 from convgrad.wire import npy, safetensors
 from convgrad.wire.json_tensors import encode_tensor
 from convgrad.wire.shapes import data_view, dtype_of
+from convgrad_service.engine.engine import call_hub
 from convgrad_service.engine.execution import abandon
-from convgrad_service.engine.hub import call_hub
-from convgrad_service.engine.memory.lease import Lease, leased
+from convgrad_service.engine.memory.arena import Lease, leased
 from convgrad_service.engine.pipeline import Pipeline
 from convgrad_service.engine.scheduling.quotas import Ticket, acquired
 from convgrad_service.engine.shm.stored import TensorStore
 from convgrad_service.http_api.body import Body, BodyLimits
-from convgrad_service.http_api.codecs import JSON, NPY, SAFETENSORS, Chunk, npy_content_type
-from convgrad_service.http_api.context import connection_of, context_of
+from convgrad_service.http_api.codecs import JSON, SAFETENSORS
+from convgrad_service.http_api.connection import connection_of
 from convgrad_service.http_api.json_forms import described_tensor, parse_json_body
-from convgrad_service.http_api.multipart_body import npy_dtype
-from convgrad_service.http_api.negotiation import (
+from convgrad_service.http_api.middleware import context_of
+from convgrad_service.http_api.numpy_files import NPY, npy_content_type, npy_dtype
+from convgrad_service.http_api.transport import (
+    Chunk,
     choose_accepted,
     match_content_type,
     refuse_encoded,
     seconds_in,
+    send_chunks,
 )
-from convgrad_service.http_api.transport import send_chunks
 from convgrad_service.problems.base import TensorSpec
 from convgrad_service.server.settings import Settings
 

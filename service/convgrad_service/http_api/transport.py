@@ -1,55 +1,58 @@
-"""The base of all HTTP endpoints that compute, and the transport of every operation.
-
-It covers bodies, disconnects and responses.
-"""
+"""The base of all HTTP endpoints that compute: headers, disconnects, and sending of answers."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import math
-from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterable, Sequence
-from dataclasses import replace
-from functools import lru_cache
+import re
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import pybase64
 from starlette.types import Receive, Scope, Send
 
 from convgrad.contract import Operation
-from convgrad.errors import ServiceError
-from convgrad_service.engine.deadline import CancelScope, Deadline
-from convgrad_service.engine.execution import Execution, Result
-from convgrad_service.engine.memory.lease import Lease
+from convgrad.errors import MalformedRequest, NotAcceptable, ServiceError, UnsupportedMediaType
+from convgrad_service.engine.memory.arena import Lease
 from convgrad_service.engine.pipeline import Pipeline, Transport
-from convgrad_service.engine.request import SMALL_BYTES, ClientGone, ComputeRequest, Decoded
+from convgrad_service.engine.request import (
+    SMALL_BYTES,
+    CancelScope,
+    ClientGone,
+    ComputeRequest,
+    Deadline,
+)
 from convgrad_service.http_api.body import Body, BodyLimits
-from convgrad_service.http_api.codecs import (
-    ANSWER_FORMS,
-    BODY_FORMS,
-    AnswerForm,
-    Arriving,
-    BodyForm,
-    Chunk,
-)
-from convgrad_service.http_api.context import CONNECTION, Connection, connection_of, context_of
-from convgrad_service.http_api.json_forms import EncodedLater
-from convgrad_service.http_api.negotiation import (
-    choose_accepted,
-    match_content_type,
-    refuse_encoded,
-    seconds_in,
-)
+from convgrad_service.http_api.connection import CONNECTION, Connection, connection_of
+from convgrad_service.http_api.middleware import context_of
 from convgrad_service.http_api.problem_details import Headers
 from convgrad_service.server.settings import Settings
 
-__all__ = ["BodyTransport", "Endpoint", "HttpTransport", "OperationTransport", "send_chunks"]
+__all__ = [
+    "Arriving",
+    "Chunk",
+    "EncodedLater",
+    "Endpoint",
+    "HttpTransport",
+    "choose_accepted",
+    "content_type_parameters",
+    "match_content_type",
+    "refuse_encoded",
+    "seconds_in",
+    "send_chunks",
+]
 
 T = TypeVar("T")
 Wait = Callable[[Coroutine[Any, Any, int]], Awaitable[int]]
-
 # Size of one write: large enough to be efficient, small enough that the protocol soon notices a
 # client that stops reading.
 _SEND_BYTES = 2**20
+_NAME = r"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
+_MEDIA_RANGE = re.compile(rf"\s*({_NAME})/({_NAME})\s*")
+_PARAMETER = re.compile(rf';\s*(?:({_NAME})\s*=\s*({_NAME}|"(?:[^"\\]|\\.)*"))?\s*')
+_MAX_RANGES = 64  # more than any client sends
 
 
 class Endpoint:
@@ -166,42 +169,6 @@ class HttpTransport(Transport):
                 self.watch(None)
 
 
-class BodyTransport(HttpTransport):
-    """A request with a body of any `BodyForm`."""
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        content_type = self.headers.get(b"content-type")
-        self._form = self._choose_forms(content_type, self.headers.get(b"accept", ""))
-        self._reader = self._form.reader(content_type or "")
-
-    def _choose_forms(self, content_type: str | None, accept: str) -> BodyForm:
-        """Return the form of the body; subclasses choose that of the answer too."""
-        return BODY_FORMS[match_content_type(content_type, tuple(BODY_FORMS))]
-
-    async def head(self) -> Hashable | None:
-        self._body = self.body(getattr(self._settings, self._form.limit))
-        return await self._reader.head(self._body, self.pipeline)
-
-    @property
-    def body_lease(self) -> Lease | None:  # type: ignore[override]
-        return self._reader.body_lease
-
-    @property
-    def decodes_inline(self) -> bool:  # type: ignore[override]
-        return self._reader.decodes_inline
-
-    def decode(self) -> Decoded:
-        fields, notes = self._reader.fields(self.operation)
-        return Decoded(fields, notes=notes)
-
-    async def fill(self, execution: Execution) -> None:
-        await self._reader.fill(self._body, execution, self.request.timings)
-
-    def close(self) -> None:
-        self._reader.close()
-
-
 def _headers(pairs: Iterable[tuple[bytes, bytes]]) -> dict[bytes, str]:
     headers: dict[bytes, str] = {}
     for name, value in pairs:
@@ -210,37 +177,36 @@ def _headers(pairs: Iterable[tuple[bytes, bytes]]) -> dict[bytes, str]:
     return headers
 
 
-class OperationTransport(BodyTransport):
-    """A body of any `BodyForm`, and an answer of any `AnswerForm`."""
+@dataclass(frozen=True, slots=True)
+class Arriving:
+    """A part of an answer that is still being computed.
 
-    def _choose_forms(self, content_type: str | None, accept: str) -> BodyForm:
-        came_in, self._form_out = _forms(content_type, accept)
-        self.streams = self._form_out.streams
-        return came_in
+    ``until`` waits for a number of final bytes, and returns how many there are.
+    """
 
-    async def head(self) -> Hashable | None:
-        key = await super().head()
-        return None if key is None else (key, self._form_out.media_type)
+    data: memoryview
+    until: Callable[[int], Coroutine[Any, Any, int]]
 
-    def decode(self) -> Decoded:
-        return replace(super().decode(), refuse=self._form_out.refuse)
-
-    async def send(self, execution: Execution, result: Result) -> None:
-        form = self._form_out
-        with self.request.timings.stage("encode"):
-            small = sum(tensor.spec.size_bytes for tensor in execution.layout.outputs)
-            chunks = await self.pipeline.in_thread(
-                lambda: form.encode(execution, result),
-                execution.lease,
-                inline=small <= SMALL_BYTES,
-            )
-        await self.respond(form.headers(result), chunks)
+    def __len__(self) -> int:
+        return len(self.data)
 
 
-@lru_cache(maxsize=256)
-def _forms(content_type: str | None, accept: str) -> tuple[BodyForm, AnswerForm]:
-    came_in = BODY_FORMS[match_content_type(content_type, tuple(BODY_FORMS))]
-    return came_in, ANSWER_FORMS[choose_accepted(accept, tuple(ANSWER_FORMS), came_in.answered)]
+class EncodedLater:
+    """The base64 of some bytes, encoded when it is sent."""
+
+    def __init__(self, part: memoryview) -> None:
+        self._part = part
+
+    def __len__(self) -> int:
+        return -(-len(self._part) // 3) * 4
+
+    def encoded(self) -> bytes:
+        """The text."""
+        return pybase64.b64encode(self._part)
+
+
+Chunk = bytes | memoryview | EncodedLater | Arriving
+"""A part of an answer, of one byte an item; the last two kinds are made when it is their turn."""
 
 
 async def send_chunks(
@@ -294,3 +260,126 @@ def _made(chunk: Chunk) -> bytes | memoryview:
 
 def _parts(view: memoryview) -> Iterable[memoryview]:
     return (view[at : at + _SEND_BYTES] for at in range(0, len(view), _SEND_BYTES))
+
+
+def match_content_type(header: str | None, known: Sequence[str]) -> str:
+    """Return the one of ``known`` that a Content-Type names.
+
+    Parameters are ignored, but for a charset: text is read as UTF-8 and in no other encoding.
+
+    Raises
+    ------
+    UnsupportedMediaType
+        It names none, or is missing.
+    """
+    expected = " or ".join(known)
+    if header is None:
+        raise UnsupportedMediaType(f"the request has no Content-Type; expected {expected}")
+    parsed = _parse(header)
+    if parsed is None or parsed[0] not in known:
+        raise UnsupportedMediaType(f"the Content-Type is {header[:200]!r}; expected {expected}")
+    media_type, parameters = parsed
+    charset = parameters.get("charset", "utf-8").lower()
+    if charset not in ("utf-8", "utf8"):
+        raise UnsupportedMediaType(f"the charset is {charset[:64]!r}; expected utf-8")
+    return media_type
+
+
+def content_type_parameters(header: str) -> dict[str, str]:
+    """Return a Content-Type's parameters by lower-case name; none if it cannot be parsed."""
+    parsed = _parse(header)
+    return {} if parsed is None else parsed[1]
+
+
+def choose_accepted(header: str | None, known: Sequence[str], preferred: str) -> str:
+    """Return the one of ``known`` that an Accept header prefers; ``preferred`` wins a tie.
+
+    Each type gets the q of the most specific range that covers it (RFC 9110, 12.5.1); ranges that
+    cannot be read are skipped.
+
+    Raises
+    ------
+    NotAcceptable
+        None of them has a q above zero.
+    """
+    if header is None or not header.strip():
+        return preferred
+    ranges = [parsed for item in _split(header)[:_MAX_RANGES] if (parsed := _range(item))]
+    order = [preferred, *(media_type for media_type in known if media_type != preferred)]
+    # max() returns the first of equals, so the order decides ties.
+    best = max(order, key=lambda media_type: _quality(media_type, ranges))
+    if _quality(best, ranges) <= 0:
+        raise NotAcceptable(
+            f"Accept is {header[:200]!r}; this server answers with {' or '.join(known)}"
+        )
+    return best
+
+
+def refuse_encoded(content_encoding: str | None) -> None:
+    """Raise UnsupportedMediaType if the body has a Content-Encoding."""
+    encoding = (content_encoding or "identity").strip().lower()
+    if encoding not in ("", "identity"):
+        raise UnsupportedMediaType(
+            f"the Content-Encoding is {encoding[:64]!r}; expected the body as it is (identity)"
+        )
+
+
+def seconds_in(value: str | None, header: str) -> float | None:
+    """Return the seconds in the value of ``header``; raises MalformedRequest if it is invalid."""
+    if value is None:
+        return None
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = math.nan
+    if not (math.isfinite(seconds) and seconds > 0):
+        raise MalformedRequest(
+            f"{header} is {value[:64]!r}; expected a number of seconds above zero"
+        )
+    return seconds
+
+
+def _quality(media_type: str, ranges: Sequence[tuple[str, float]]) -> float:
+    candidates = (media_type, f"{media_type.partition('/')[0]}/*", "*/*")
+    for candidate in candidates:
+        qualities = [quality for name, quality in ranges if name == candidate]
+        if qualities:
+            return max(qualities)
+    return 0.0
+
+
+def _range(item: str) -> tuple[str, float] | None:
+    parsed = _parse(item)
+    if parsed is None:
+        return None
+    name, parameters = parsed
+    try:
+        quality = float(parameters.get("q", "1"))
+    except ValueError:
+        return None
+    return (name, quality) if 0 <= quality <= 1 else None
+
+
+def _parse(text: str) -> tuple[str, dict[str, str]] | None:
+    head = _MEDIA_RANGE.match(text)
+    if head is None:
+        return None
+    parameters = {}
+    at = head.end()
+    while at < len(text):
+        parameter = _PARAMETER.match(text, at)
+        if parameter is None:
+            return None
+        at = parameter.end()
+        if parameter[1]:
+            parameters[parameter[1].lower()] = _unquoted(parameter[2])
+    return f"{head[1]}/{head[2]}".lower(), parameters
+
+
+def _unquoted(value: str) -> str:
+    return re.sub(r"\\(.)", r"\1", value[1:-1]) if value.startswith('"') else value
+
+
+def _split(header: str) -> list[str]:
+    # Split at commas outside of quoted strings.
+    return [item for item in re.findall(r'(?:[^,"]|"(?:[^"\\]|\\.)*")+', header) if item.strip()]

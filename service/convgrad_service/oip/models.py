@@ -16,7 +16,7 @@ from convgrad import _version
 from convgrad.contract import OPERATIONS, Operation, validate
 from convgrad.dtypes import DType
 from convgrad.wire.json_tensors import decode_tensor
-from convgrad_service.engine.telemetry.request_metrics import Duration, OperationStatistics
+from convgrad_service.engine.telemetry.metrics import Duration, OperationStatistics
 from convgrad_service.oip.fields import VERSION, output_fields
 from convgrad_service.oip.request import protocol_name
 from convgrad_service.problems import problem_from

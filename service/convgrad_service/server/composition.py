@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, NamedTuple
 from convgrad_service.backends.base import ServingBackend
 from convgrad_service.backends.cpu import CpuBackend
 from convgrad_service.backends.selection import BackendOptions, backend_named
-from convgrad_service.cgroups import memory_bytes
+from convgrad_service.engine.admission import Limits
 from convgrad_service.engine.embedded import embedded_hub
-from convgrad_service.engine.hub import Engine
-from convgrad_service.engine.options import EngineOptions, Limits
+from convgrad_service.engine.engine import Engine
+from convgrad_service.engine.options import EngineOptions, InlineBackend, WorkerRecipe
 from convgrad_service.engine.pipeline import Pipeline
-from convgrad_service.engine.workers.inline_executor import InlineBackend
-from convgrad_service.engine.workers.worker_main import WorkerRecipe
+from convgrad_service.process import memory_bytes
 from convgrad_service.server.logs import configure_logs
 from convgrad_service.server.malloc import keep_large_blocks
 from convgrad_service.server.metrics import add_metrics

@@ -11,15 +11,11 @@ from typing import Any
 
 import uvloop
 
-from convgrad_service.engine.hub import Engine
+from convgrad_service.engine.engine import Engine
 from convgrad_service.engine.ipc.remote_hub import RemoteHub
 from convgrad_service.engine.memory.arena import Arena
-from convgrad_service.engine.workers.inline_executor import InlineBackend
-from convgrad_service.server.composition import (
-    freeze_startup_objects,
-    pipeline_on,
-    prepare_process,
-)
+from convgrad_service.engine.options import InlineBackend
+from convgrad_service.server.composition import freeze_startup_objects, pipeline_on, prepare_process
 from convgrad_service.server.settings import Settings
 
 __all__ = ["Serve", "front_main", "serve_grpc", "serve_http"]

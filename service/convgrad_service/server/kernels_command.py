@@ -15,8 +15,8 @@ from convgrad_service.backends.cuda.compile import DEFAULT_CACHE, Compiler
 from convgrad_service.backends.cuda.device import cuda_driver_major, describe
 from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.backends.cuda.nvrtc import MAJORS, CompileError, find_nvrtc
-from convgrad_service.cgroups import usable_cores
 from convgrad_service.plans.cuda.device import ARCHITECTURES
+from convgrad_service.process import usable_cores
 
 __all__ = ["kernels"]
 

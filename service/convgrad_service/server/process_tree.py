@@ -26,29 +26,20 @@ from convgrad_service.engine.hub import Hub
 from convgrad_service.engine.ipc.channel import MAX_MISSED
 from convgrad_service.engine.ipc.frontend import FrontEnd
 from convgrad_service.engine.memory.arena import Arena
+from convgrad_service.engine.options import WorkerRecipe
 from convgrad_service.engine.scheduling.scheduler import Scheduler
 from convgrad_service.engine.telemetry.metrics import Metrics
 from convgrad_service.engine.workers.child_process import Backoff, spawn
 from convgrad_service.engine.workers.supervisor import Supervisor
-from convgrad_service.engine.workers.worker_main import WorkerRecipe
 from convgrad_service.server.composition import (
     engine_options,
     freeze_startup_objects,
     worker_recipe,
 )
 from convgrad_service.server.connection_dispatcher import ConnectionDispatcher
-from convgrad_service.server.front_ends import (
-    Serve,
-    front_main,
-    serve_grpc,
-    serve_http,
-)
+from convgrad_service.server.front_ends import Serve, front_main, serve_grpc, serve_http
 from convgrad_service.server.http_server import listening_socket
-from convgrad_service.server.metrics import (
-    add_connection_metrics,
-    add_metrics,
-    add_process_metrics,
-)
+from convgrad_service.server.metrics import add_connection_metrics, add_metrics, add_process_metrics
 from convgrad_service.server.settings import Settings
 
 __all__ = ["CannotListen", "ProcessTree", "run_until_signalled"]

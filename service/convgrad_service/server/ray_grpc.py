@@ -14,8 +14,8 @@ from typing import Any
 import grpc
 
 from convgrad_service.engine.pipeline import Pipeline
-from convgrad_service.grpc_api.messages import SERVICE
 from convgrad_service.grpc_api.server import GrpcServer
+from convgrad_service.grpc_api.wire import SERVICE
 from convgrad_service.server.settings import Settings
 
 __all__ = ["Answer", "GrpcIngress", "add_open_inference"]

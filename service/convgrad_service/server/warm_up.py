@@ -39,8 +39,7 @@ from convgrad.layers import Kind
 from convgrad.wire.json_tensors import decode_tensor
 from convgrad_service.backends.base import ServingBackend
 from convgrad_service.backends.cuda.nvrtc import CompileError
-from convgrad_service.engine.memory.tensor_layout import problem_size
-from convgrad_service.engine.scheduling.partition import pieces_of
+from convgrad_service.engine.memory.tensor_layout import pieces_of, problem_size
 from convgrad_service.problems import Problem, problem_from
 
 __all__ = ["read_warm_up", "warm_up"]

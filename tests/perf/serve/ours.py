@@ -9,8 +9,7 @@ from functools import partial
 
 import uvloop
 
-from convgrad_service.engine.workers.inline_executor import InlineBackend
-from convgrad_service.engine.workers.worker_main import WorkerRecipe
+from convgrad_service.engine.options import InlineBackend, WorkerRecipe
 from convgrad_service.server.composition import prepare_process
 from convgrad_service.server.http_server import listening_socket
 from convgrad_service.server.process_tree import ProcessTree, run_until_signalled

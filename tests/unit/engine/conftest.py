@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from convgrad_service.engine.memory import tensor_layout as parts
 from convgrad_service.engine.memory.tensor_layout import clear_layout_cache
-from convgrad_service.engine.scheduling import partition as parts
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ from typing import Any, cast
 import pytest
 
 from convgrad.errors import Overloaded
+from convgrad_service.engine.engine import Engine
 from convgrad_service.engine.execution import abandon
-from convgrad_service.engine.hub import Engine
 
 
 class Refusing:

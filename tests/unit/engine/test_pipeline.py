@@ -25,15 +25,21 @@ from convgrad.errors import (
     ProblemTooLarge,
 )
 from convgrad_service.backends.base import Outcome
-from convgrad_service.engine.deadline import CancelScope, Deadline
+from convgrad_service.engine.admission import Limits
 from convgrad_service.engine.embedded import embedded_hub
 from convgrad_service.engine.execution import Result
 from convgrad_service.engine.hub import Hub, JobHandle
 from convgrad_service.engine.memory.arena import PAGE_BYTES
-from convgrad_service.engine.options import SMALL_REQUEST_BYTES, EngineOptions, Limits
+from convgrad_service.engine.options import SMALL_REQUEST_BYTES, EngineOptions
 from convgrad_service.engine.pipeline import Pipeline
-from convgrad_service.engine.request import ComputeRequest, Decoded, blank
-from convgrad_service.engine.telemetry.record import Timings
+from convgrad_service.engine.request import (
+    CancelScope,
+    ComputeRequest,
+    Deadline,
+    Decoded,
+    Timings,
+    blank,
+)
 from tests.support.fake_backends import Blocking, Zeros
 from tests.support.in_memory import Kept, answer, begun, kept
 

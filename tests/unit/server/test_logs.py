@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from convgrad_service.engine.telemetry.record import RequestContext, log_exchange
+from convgrad_service.engine.request import RequestContext, log_exchange
 from convgrad_service.server.logs import LogFormat, configure_logs
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"

@@ -17,9 +17,9 @@ from convgrad_service.backends.cpu.library import load
 from convgrad_service.backends.cpu.runner import Machine
 from convgrad_service.backends.cpu.runners import RUNNERS
 from convgrad_service.backends.cpu.threads import Workers
-from convgrad_service.cgroups import usable_cores
 from convgrad_service.plans.cpu_device import CpuDevice
 from convgrad_service.problems.base import Problem
+from convgrad_service.process import usable_cores
 
 __all__ = ["CpuBackend"]
 

@@ -18,7 +18,7 @@ from convgrad.errors import DeadlineExceeded
 from convgrad_service.backends.base import Cancellation
 from convgrad_service.backends.cpu.arguments import Buffer, Control
 from convgrad_service.backends.cpu.library import Kernel, team_function
-from convgrad_service.thread_priority import lower_priority
+from convgrad_service.process import lower_priority
 
 __all__ = ["Rehearsal", "Workers", "Workspaces"]
 

@@ -22,8 +22,8 @@ from pathlib import Path
 from convgrad_service.backends.cuda.compile_process import CompileProcesses, Request, exclusive
 from convgrad_service.backends.cuda.nvrtc import CompileError, Nvrtc
 from convgrad_service.backends.cuda.sources import KERNELS, included, source_hash
-from convgrad_service.cgroups import usable_cores
 from convgrad_service.plans.cuda.program import Instance
+from convgrad_service.process import usable_cores
 
 __all__ = ["DEFAULT_CACHE", "Compiler", "Cubin", "Resources"]
 

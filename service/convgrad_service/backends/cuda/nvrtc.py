@@ -125,7 +125,7 @@ def _places(major: int) -> Iterator[str]:
     yield f"libnvrtc.so.{major}"
 
 
-# Lower priority than computing threads have (`convgrad_service.thread_priority`).
+# Lower priority than computing threads have (`convgrad_service.process`).
 _NICENESS = 10
 _FIRST = 'extern "C" __global__ void first(float* at) { at[threadIdx.x] *= 2; }'
 

@@ -1,4 +1,4 @@
-"""Small messages between two processes of a server, in order, over a socket pair.
+"""Messages between two processes of a server, in order, over a socket pair; and those to workers.
 
 Messages are pickled, which is safe because both ends run this code and client data is never
 unpickled. Request bodies do not travel here; they are in the arena.
@@ -11,29 +11,45 @@ import pickle
 import socket
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
+
+from convgrad.errors import ServiceError
 
 __all__ = [
     "MAX_INTERNED",
     "MAX_MISSED",
+    "Cancel",
     "Channel",
+    "Compiled",
+    "Compiling",
+    "Forget",
     "Heartbeat",
+    "Hello",
     "InternTable",
     "Interned",
     "MessageTypes",
+    "NewRegion",
     "Ping",
     "Pipe",
     "Pong",
+    "Probe",
+    "ProbeResult",
+    "RunTask",
 ]
 
 _LENGTH_BYTES = 4
 _READ_BYTES = 64 * 1024
-
 MAX_INTERNED = 256
 MAX_MISSED = 8
 """Pings in a row that a process may leave unanswered. They are counted, not timed: if this process
 was the one that stalled, it reads the waiting answers before it sends the next ping."""
+
+Interned = tuple[int, bytes | None]
+"""The number of an interned text, and the text itself if the other end does not have it yet."""
+
+NewRegion = tuple[int, bytes | None, int]
+"""A region to be opened: its number, and what `RegionRegistry.extent` returns."""
 
 
 def _frame(message: Any) -> bytes:
@@ -174,10 +190,6 @@ class Pipe:
         self._socket.close()
 
 
-Interned = tuple[int, bytes | None]
-"""The number of an interned text, and the text itself if the other end does not have it yet."""
-
-
 class InternTable:
     """The texts that the other end has: the `MAX_INTERNED` most recently used.
 
@@ -224,3 +236,69 @@ class Heartbeat:
     def answered(self) -> None:
         """Reset the count."""
         self._unanswered = 0
+
+
+class Hello(NamedTuple):
+    """The worker is ready to compute ``slots`` jobs at a time.
+
+    ``devices`` is the number of devices of this backend. With ``pins`` the arena's pages are
+    registered with the device and must not be returned to the system.
+    """
+
+    backend: str
+    slots: int
+    devices: int
+    pins: bool
+
+
+class RunTask(NamedTuple):
+    """One task: a `Job` with its layout interned, or one ``part`` of it.
+
+    The files of ``new_regions`` have been sent before. A ``brief`` task is so short that the thread
+    that receives it runs it before any other thread receives the next.
+    """
+
+    number: int
+    interned: Interned
+    base: int
+    regions: tuple[tuple[Any, ...], ...]
+    part: int | None
+    new_regions: Sequence[NewRegion]
+    brief: bool
+
+
+class Cancel(NamedTuple):
+    """Stop a task."""
+
+    number: int
+
+
+class Forget(NamedTuple):
+    """Close a region: no job uses it any longer."""
+
+    region: int
+
+
+class Probe(NamedTuple):
+    """Check that a device memory handle can be opened."""
+
+    number: int
+    handle: bytes
+    size_bytes: int
+
+
+class ProbeResult(NamedTuple):
+    """The reply to `Probe`."""
+
+    number: int
+    error: ServiceError | None
+
+
+class Compiling(NamedTuple):
+    """Sent instead of a task's result: its kernels are being compiled; `Compiled` follows."""
+
+
+class Compiled(NamedTuple):
+    """The kernels are compiled and the task can be sent again, or they cannot be compiled."""
+
+    error: BaseException | None

@@ -1,36 +1,116 @@
 """A front end in another process, as the hub sees it; `remote_hub` is the other end.
 
 The front end gets a pocket: a part of the arena from which it leases small blocks itself, so that
-a small request takes one message to the hub and one back.
+a small request takes one message to the hub and one back. Nested named tuples are sent as plain
+tuples: pickling their class names would take longer than the rest of the message.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from convgrad.errors import Overloaded
+from convgrad_service.engine.admission import Status
 from convgrad_service.engine.hub import Hub
-from convgrad_service.engine.ipc import messages as m
-from convgrad_service.engine.ipc.channel import MAX_MISSED, Channel, Heartbeat, Ping, Pong
-from convgrad_service.engine.memory.lease import Lease
+from convgrad_service.engine.ipc.channel import (
+    MAX_MISSED,
+    Channel,
+    Heartbeat,
+    Interned,
+    MessageTypes,
+    Ping,
+    Pong,
+)
+from convgrad_service.engine.memory.arena import Lease
 from convgrad_service.engine.memory.tensor_layout import TensorLayout, unpack_layout
-from convgrad_service.engine.scheduling.partition import JobResult
 from convgrad_service.engine.scheduling.quotas import Caller, CountedTicket
-from convgrad_service.engine.scheduling.task import Task, TaskGroup
+from convgrad_service.engine.scheduling.task import Job, JobResult, Task, TaskGroup
 from convgrad_service.engine.shm.registry import RegionPart, RegionSlice
-from convgrad_service.engine.telemetry.record import Record
+from convgrad_service.engine.telemetry.metrics import Record
 from convgrad_service.engine.workers.child_process import START_S
-from convgrad_service.engine.workers.execute import Job
 from convgrad_service.problems.base import Lane
 
 __all__ = ["FrontEnd"]
 
 POCKET_BYTES = 4 * 2**20
+
+
+class Welcome(NamedTuple):
+    """The hub's first message; ``pocket`` is the offset and size of the front end's own memory."""
+
+    status: Status
+    limit_bytes: int
+    pocket: tuple[int, int]
+
+
+class Drain(NamedTuple):
+    """The front end is to finish its requests and exit."""
+
+
+class SubmitJob(NamedTuple):
+    """Submit a `Job`, whose layout is interned and whose other fields are the plain ``job``."""
+
+    number: int
+    interned: Interned
+    job: tuple[Any, ...]
+    deadline_s: float
+
+
+class Call(NamedTuple):
+    """Call a method of the `FrontEnd` (service "") or of a hub's service, see `Hub.invoke`.
+
+    With ``number`` -1 there is no `Reply`.
+    """
+
+    number: int
+    service: str
+    method: str
+    arguments: tuple[Any, ...]
+    options: Mapping[str, Any]
+
+
+class JobDone(NamedTuple):
+    """The reply to `SubmitJob`: the `JobResult`, and how long the job waited."""
+
+    number: int
+    result: tuple[Any, ...]
+    waited_s: float
+
+
+class PartDone(NamedTuple):
+    """The `JobResult` of one part of a job."""
+
+    number: int
+    part: int
+    result: tuple[Any, ...]
+
+
+class Reply(NamedTuple):
+    """The reply to the message with this number."""
+
+    number: int
+    value: Any = None
+    error: BaseException | None = None
+    cancelled: bool = False
+
+
+TYPES = MessageTypes(
+    SubmitJob,
+    JobDone,
+    PartDone,
+    Call,
+    Reply,
+    Record,
+    Status,
+    Welcome,
+    Drain,
+    Ping,
+    Pong,
+)
 
 
 class FrontEnd:
@@ -54,10 +134,10 @@ class FrontEnd:
         gone = asyncio.Event()
         pocket = await self._reserve_pocket()
         try:
-            self._channel = await Channel.open(channel_end, self._received, gone.set, m.TYPES)
+            self._channel = await Channel.open(channel_end, self._received, gone.set, TYPES)
             self._hub.watchers.append(self._send)
             extent = (0, 0) if pocket is None else (pocket.offset, pocket.size_bytes)
-            self._send(m.Welcome(self._hub.status, self._hub.limit_bytes, extent))
+            self._send(Welcome(self._hub.status, self._hub.limit_bytes, extent))
             await gone.wait()
         finally:
             if self._channel is not None:
@@ -88,7 +168,7 @@ class FrontEnd:
     def drain(self) -> None:
         """Ask it to finish its requests and exit."""
         if self._channel is not None:
-            self._channel.send(m.Drain())
+            self._channel.send(Drain())
 
     def check(self, beat_s: float) -> str | None:
         """Ping it, every ``beat_s``; return why it must be killed if it is silent or hangs."""
@@ -108,22 +188,22 @@ class FrontEnd:
             self._heartbeat.answered()
         else:
             try:
-                if isinstance(message, m.SubmitJob):
+                if isinstance(message, SubmitJob):
                     self._submit(message)
                 else:
                     self._call(message)
             except Exception as error:  # the front end raises it
                 if message.number < 0:
                     raise
-                self._send(m.Reply(message.number, error=error))
+                self._send(Reply(message.number, error=error))
 
-    def _call(self, call: m.Call) -> None:
+    def _call(self, call: Call) -> None:
         service = self._hub.service(call.service) if call.service else self
         result = getattr(service, call.method)(*call.arguments, **call.options)
         if call.number < 0:
             return
         if not inspect.isawaitable(result):
-            self._send(m.Reply(call.number, result))
+            self._send(Reply(call.number, result))
             return
         future = asyncio.ensure_future(result)
         if future.done():
@@ -139,7 +219,7 @@ class FrontEnd:
     def reserve(
         self, number: int, size_bytes: int, text: bool, parts: Sequence[tuple[Any, ...]]
     ) -> asyncio.Future[Lease]:
-        """See `Engine.reserve`; the lease is known by ``number``."""
+        """See `Hub.reserve`; the lease is known by ``number``."""
         regions = [RegionPart(*part) for part in parts]
         lease = self._leases[number] = self._hub.reserve(size_bytes, text=text, regions=regions)
 
@@ -158,7 +238,7 @@ class FrontEnd:
         lease.result().release()
 
     def report_waiting(self, length: int) -> None:
-        """See `Engine.report_waiting`."""
+        """See `Hub.report_waiting`."""
         self._hub.scheduler.lines[self] = length
 
     def acquire_ticket(self, number: int, caller: Caller) -> None:
@@ -180,50 +260,25 @@ class FrontEnd:
             self._hub.cancel(task)
 
     def queue_position(self, number: int) -> int | None:
-        """See `Engine.queue_position`."""
+        """See `Hub.queue_position`."""
         task = self._tasks.get(number)
         return None if task is None else self._hub.scheduler.position(task)
 
-    def _submit(self, message: m.SubmitJob) -> None:
-        hub, number = self._hub, message.number
+    def _submit(self, message: SubmitJob) -> None:
+        number = message.number
         slot, packed = message.interned
         if packed is not None:
             self._layouts[slot] = unpack_layout(packed)
         base, regions, tasks, sums, lane = message.job
-        acquired = hub.regions.acquire([RegionPart(*part) for part in message.parts])
-        slices = tuple(RegionSlice(*each) for each in regions) or acquired
+        slices = tuple(RegionSlice(*each) for each in regions)
         job = Job(self._layouts[slot], base, slices, tasks, sums, Lane(lane))
-        try:
-            result = self._run_inline(job, message.deadline_s) if acquired else None
-            if result is not None:
-                self._send_done(number, result, 0.0)
-                hub.regions.release(acquired)
-                return
-            on_part_done = partial(self._part_done, number)
-            task = hub.scheduler.submit(job, message.deadline_s, on_part_done)
-        except BaseException:
-            hub.regions.release(acquired)
-            raise
+        on_part_done = partial(self._part_done, number)
+        task = self._hub.scheduler.submit(job, message.deadline_s, on_part_done)
         self._tasks[number] = task
         task.done.add_done_callback(partial(self._job_done, number, task))
-        if acquired:
-            task.done.add_done_callback(lambda _: hub.regions.release(acquired))
-            task.done.add_done_callback(partial(self._learn, job.layout))
-
-    def _run_inline(self, job: Job, deadline_s: float) -> JobResult | None:
-        """Compute a small job with shared memory, which front ends have not mapped."""
-        executor = self._hub.inline_executor
-        if executor is None or time.monotonic() >= deadline_s:
-            return None  # the scheduler refuses it
-        return executor.try_run(job.layout, job.base, job.regions)
-
-    def _learn(self, layout: TensorLayout, done: asyncio.Future[JobResult]) -> None:
-        executor = self._hub.inline_executor
-        if executor is not None and not done.cancelled() and done.exception() is None:
-            executor.learn(layout, done.result().compute_s)
 
     def _part_done(self, number: int, part: int, result: JobResult) -> None:
-        self._send(m.PartDone(number, part, tuple(result)))
+        self._send(PartDone(number, part, tuple(result)))
 
     def _job_done(
         self, number: int, task: Task | TaskGroup, done: asyncio.Future[JobResult]
@@ -231,20 +286,17 @@ class FrontEnd:
         del self._tasks[number]
         if done.cancelled() or done.exception() is not None:
             self._reply(number, done)
-        else:
-            self._send_done(number, done.result(), task.waited_s or 0.0)
-
-    def _send_done(self, number: int, result: JobResult, waited_s: float) -> None:
+            return
         assert self._channel is not None  # noqa: S101
-        self._channel.send_now(m.JobDone(number, tuple(result), waited_s))
+        self._channel.send_now(JobDone(number, tuple(done.result()), task.waited_s or 0.0))
 
     def _reply(self, number: int, done: asyncio.Future[Any]) -> None:
         if done.cancelled():
-            reply = m.Reply(number, cancelled=True)
+            reply = Reply(number, cancelled=True)
         elif (error := done.exception()) is not None:
-            reply = m.Reply(number, error=error)
+            reply = Reply(number, error=error)
         else:
-            reply = m.Reply(number, _plain(done.result()))
+            reply = Reply(number, _plain(done.result()))
         self._send(reply)
 
     def _send(self, message: Any) -> None:

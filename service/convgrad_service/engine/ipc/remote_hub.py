@@ -10,18 +10,26 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from convgrad_service.engine.admission import Status
 from convgrad_service.engine.hub import JobHandle
-from convgrad_service.engine.ipc import messages as m
 from convgrad_service.engine.ipc.channel import Channel, InternTable, Ping, Pong
-from convgrad_service.engine.memory.arena import Arena, FreeList
-from convgrad_service.engine.memory.lease import Lease
-from convgrad_service.engine.scheduling.partition import JobResult, OnPartDone
+from convgrad_service.engine.ipc.frontend import (
+    TYPES,
+    Call,
+    Drain,
+    JobDone,
+    PartDone,
+    Reply,
+    SubmitJob,
+    Welcome,
+)
+from convgrad_service.engine.memory.arena import Arena, FreeList, Lease
+from convgrad_service.engine.options import InlineBackend
 from convgrad_service.engine.scheduling.quotas import Caller, Ticket
+from convgrad_service.engine.scheduling.task import Job, JobResult, OnPartDone
 from convgrad_service.engine.shm.registry import RegionPart, RegionSlice
-from convgrad_service.engine.status import Status
-from convgrad_service.engine.telemetry.record import Record
-from convgrad_service.engine.workers.execute import Job
-from convgrad_service.engine.workers.inline_executor import InlineBackend, InlineExecutor
+from convgrad_service.engine.telemetry.metrics import Record
+from convgrad_service.engine.workers.inline_executor import InlineExecutor
 
 __all__ = ["RemoteHub"]
 
@@ -58,7 +66,7 @@ class _RemoteTicket:
 
 
 class RemoteHub:
-    """An `Engine` that forwards to the hub through a channel.
+    """What `Hub` offers to front ends, forwarded to the hub through a channel.
 
     ``drained`` is called when the hub asks this process to finish, ``lost`` when the hub is gone.
     """
@@ -93,7 +101,7 @@ class RemoteHub:
     async def open(self, channel_end: Any) -> None:
         """Connect, and return once the hub has a backend."""
         self._welcomed = asyncio.get_running_loop().create_future()
-        self._channel = await Channel.open(channel_end, self._received, self._lost, m.TYPES)
+        self._channel = await Channel.open(channel_end, self._received, self._lost, TYPES)
         await self._welcomed
 
     @property
@@ -128,7 +136,7 @@ class RemoteHub:
 
     def notify(self, method: str, *arguments: Any) -> None:
         """Call a method of the `FrontEnd` in the hub that has no reply."""
-        self._channel.send(m.Call(-1, "", method, arguments, {}))
+        self._channel.send(Call(-1, "", method, arguments, {}))
 
     async def invoke(
         self, service: str, method: str, arguments: tuple[Any, ...], options: Mapping[str, Any]
@@ -145,7 +153,7 @@ class RemoteHub:
     ) -> asyncio.Future[Any]:
         replied = self._pending[number] = asyncio.get_running_loop().create_future()
         replied.add_done_callback(lambda _: self._pending.pop(number, None))
-        self._channel.send(m.Call(number, service, method, arguments, options))
+        self._channel.send(Call(number, service, method, arguments, options))
         return replied
 
     async def acquire_ticket(self, caller: Caller) -> Ticket:
@@ -162,7 +170,7 @@ class RemoteHub:
         self, size_bytes: int, *, text: bool = False, regions: Sequence[RegionPart] = ()
     ) -> asyncio.Future[Lease]:
         leased: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
-        if not (text or regions) and (lease := self.try_reserve(size_bytes)) is not None:
+        if not text and (lease := self.try_reserve(size_bytes, regions)) is not None:
             leased.set_result(lease)
             return leased
         number = next(self._numbers)
@@ -188,15 +196,11 @@ class RemoteHub:
         return leased
 
     def try_reserve(self, size_bytes: int, regions: Sequence[RegionPart] = ()) -> Lease | None:
-        """Reserve memory from the pocket; the hub acquires ``regions`` with the job."""
-        if (
-            size_bytes > _POCKET_BLOCK_BYTES
-            or (offset := self._pocket.allocate(size_bytes)) is None
-        ):
+        """Reserve memory from the pocket; only the hub can acquire ``regions``."""
+        if size_bytes > _POCKET_BLOCK_BYTES or regions:
             return None
-        lease = Lease(offset, size_bytes, self._free_pocket)
-        lease.unresolved = tuple(regions)
-        return lease
+        offset = self._pocket.allocate(size_bytes)
+        return None if offset is None else Lease(offset, size_bytes, self._free_pocket)
 
     def _free_pocket(self, lease: Lease) -> None:
         self._pocket.free(lease.offset, lease.size_bytes)
@@ -213,8 +217,7 @@ class RemoteHub:
         lease.retain()
         interned = self._layouts.intern(job.layout.packed)
         plain = job.base, tuple(map(tuple, job.regions)), job.tasks, job.sums, int(job.lane)
-        parts = tuple(map(tuple, lease.unresolved))
-        self._channel.send_now(m.SubmitJob(number, interned, plain, parts, deadline_s))
+        self._channel.send_now(SubmitJob(number, interned, plain, deadline_s))
         return handle
 
     def cancel(self, handle: JobHandle) -> None:
@@ -247,13 +250,13 @@ class RemoteHub:
         self._channel.flush()
 
     def _received(self, message: Any) -> None:
-        if isinstance(message, m.JobDone):
+        if isinstance(message, JobDone):
             handle = self._end_job(message.number)
             handle.waited_s = message.waited_s
             handle.done.set_result(JobResult(*message.result))
-        elif isinstance(message, m.Reply):
+        elif isinstance(message, Reply):
             self._replied(message)
-        elif isinstance(message, m.PartDone):
+        elif isinstance(message, PartDone):
             job = self._jobs.get(message.number)
             if job is not None and job.on_part_done is not None:
                 job.on_part_done(message.part, JobResult(*message.result))
@@ -262,10 +265,10 @@ class RemoteHub:
             self._channel.send(Pong())
         elif isinstance(message, Status):
             self._update_status(message)
-        elif isinstance(message, m.Drain):
+        elif isinstance(message, Drain):
             self._drained()
         else:
-            assert isinstance(message, m.Welcome)  # noqa: S101
+            assert isinstance(message, Welcome)  # noqa: S101
             self.limit_bytes = message.limit_bytes
             self._pocket = FreeList(*message.pocket)
             self._update_status(message.status)
@@ -280,7 +283,7 @@ class RemoteHub:
         handle.lease.release()
         return handle
 
-    def _replied(self, reply: m.Reply) -> None:
+    def _replied(self, reply: Reply) -> None:
         if reply.number in self._jobs:
             waiting: asyncio.Future[Any] | None = self._end_job(reply.number).done
         else:

@@ -1,11 +1,18 @@
-"""The sizes of a problem and the layout of its tensors in a request's memory.
+"""The sizes of a problem, its split into parts, and the layout of its tensors in memory.
 
-Clients send the same few problems again and again with other data, so both are computed once and
-cached. A request adds only the offset of its lease, and a worker receives each layout once.
+Clients send the same few problems again and again with other data, so all of it is computed once
+and cached. A request adds only the offset of its lease, and a worker receives each layout once.
+
+The parts of a large problem run on one or several devices. The split depends on the problem's sizes
+alone, so the number of devices and the order of execution change no bit of the answer. Outputs that
+are sums over the parts (a weight's gradient) are added up at the end from partial sums, in float32
+or wider and in the order of the parts. Only being split at all can change their last bits, and
+every request of the same sizes is split alike.
 """
 
 from __future__ import annotations
 
+import logging
 import pickle
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -16,34 +23,139 @@ from convgrad.contract import Request
 from convgrad.dtypes import DType
 from convgrad.errors import InvalidProblem
 from convgrad.wire.sentences import shown
-from convgrad_service.engine.scheduling.partition import count_parts, partial_sums_of
 from convgrad_service.engine.shm.registry import RegionPart
-from convgrad_service.problems.base import Problem, TensorSpec
+from convgrad_service.problems import Piece, Problem
+from convgrad_service.problems.base import TensorSpec
 
 __all__ = [
     "ALIGNMENT_BYTES",
+    "PART_BYTES",
+    "PartialSums",
+    "Partition",
     "PlacedTensor",
     "ProblemSize",
     "TensorLayout",
     "clear_layout_cache",
+    "count_parts",
     "has_index_inputs",
     "outputs_to_store",
     "pack_offsets",
+    "partial_sums_of",
+    "partition_of",
+    "pieces_of",
     "problem_size",
     "region_parts",
     "tensor_layout_of",
     "unpack_layout",
 ]
 
+_log = logging.getLogger("convgrad.parts")
+PART_BYTES = 64 * 2**20
+"""Approximate size of a part's inputs and outputs: enough for a GPU's full throughput, small enough
+that the first part is on its way to the client while the others are computed."""
+
+_MAX_PARTS = 64
+# Parts of a sum are larger by this factor. They cannot be streamed early, so a split only pays off
+# by using several devices, for which half or more of the time goes to uploading the inputs.
+_SUM_PART_FACTOR = 2
+# All partial sums together may take this fraction of the inputs. A second device saves half of an
+# upload at 55 GB/s, 9 ms per GB. A GB of partial sums takes 18 ms to download and 68 ms to add up
+# (four of them, one core: tests/perf/results/sums.jsonl), so a 32nd of the inputs costs 2.7 ms per
+# GB of inputs.
+_INPUTS_PER_PARTIAL_SUMS = 32
 # One byte of memory traffic counts as this many FLOPs: the balance of a machine with 100 GFLOP/s
 # and 10 GB/s. It only has to rank pooling against convolution sensibly.
 _FLOPS_PER_BYTE = 10
-
 ALIGNMENT_BYTES = 256
 """Alignment of every tensor: whole cache lines, and what GPUs copy fastest."""
 
 # Inputs of these types hold indices, which backends validate; floats may have any value.
 _INDEX_DTYPES = (DType.INT32, DType.INT64)
+
+
+class Partition(NamedTuple):
+    """The number of parts of a problem; if that is one, the ``reason``."""
+
+    parts: int
+    reason: str | None = None
+
+
+def count_parts(problem: Problem) -> int:
+    """Return the number of parts, and log why a large problem is not split."""
+    parts, reason = partition_of(problem)
+    if reason is not None and problem.memory_bytes >= 2 * PART_BYTES:
+        _log.debug("%s is not split: %s", problem.operation, reason)
+    return parts
+
+
+def partition_of(problem: Problem) -> Partition:
+    """Decide how a problem is split."""
+    size_bytes = problem.memory_bytes
+    parts = min(size_bytes // PART_BYTES, _MAX_PARTS)
+    if parts < 2:
+        return Partition(1, f"{size_bytes:,} bytes of tensors are less than 2 x {PART_BYTES:,}")
+    pieces = pieces_of(problem, parts)
+    if len(pieces) == 1:
+        return Partition(1, "it has no dimension to split")
+    sums = {
+        name: spec.size_bytes
+        for piece in pieces
+        for name, spec in piece.problem.outputs.items()
+        if piece.combine[name] == "sum"
+    }
+    return _partition_of_sum(problem, sum(sums.values())) if sums else Partition(parts)
+
+
+def _partition_of_sum(problem: Problem, sum_bytes: int) -> Partition:
+    if getattr(problem, "split_k", None) is not None:
+        return Partition(1, "split_k sets the number of partial sums")
+    part_bytes = _SUM_PART_FACTOR * PART_BYTES
+    size_bytes = problem.memory_bytes
+    input_bytes = sum(spec.size_bytes for spec in problem.inputs.values())
+    parts = min(size_bytes // part_bytes, _MAX_PARTS)
+    if parts < 2:
+        return Partition(1, f"{size_bytes:,} bytes of tensors are less than 2 x {part_bytes:,}")
+    affordable = input_bytes // (_INPUTS_PER_PARTIAL_SUMS * sum_bytes)
+    if affordable < 2:
+        return Partition(
+            1,
+            f"adding up two partial sums of {sum_bytes:,} bytes would take longer than splitting "
+            f"{input_bytes:,} bytes of inputs saves",
+        )
+    return Partition(min(parts, affordable))
+
+
+@lru_cache(maxsize=64)
+def pieces_of(problem: Problem, parts: int) -> tuple[Piece, ...]:
+    """Return `Problem.split`, cached; there may be a few more pieces than ``parts``."""
+    return problem.split(parts)
+
+
+class PartialSums(NamedTuple):
+    """The buffer for an output that is a sum over pieces.
+
+    ``spec`` is the output's, with a leading dimension for the partial sums; ``positions`` maps the
+    number of a piece to its position in that dimension.
+    """
+
+    spec: TensorSpec
+    positions: Mapping[int, int]
+
+
+@lru_cache(maxsize=64)
+def partial_sums_of(problem: Problem, parts: int) -> Mapping[str, PartialSums]:
+    """Return the outputs that are sums over a problem's pieces."""
+    pieces = pieces_of(problem, parts)
+    found: dict[str, PartialSums] = {}
+    for name in problem.outputs:
+        numbers = [n for n, piece in enumerate(pieces) if piece.combine.get(name) == "sum"]
+        if numbers:
+            spec = pieces[numbers[0]].problem.outputs[name]
+            found[name] = PartialSums(
+                TensorSpec((len(numbers), *spec.shape), spec.dtype),
+                {number: position for position, number in enumerate(numbers)},
+            )
+    return found
 
 
 @dataclass(frozen=True, slots=True)

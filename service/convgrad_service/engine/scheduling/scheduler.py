@@ -23,9 +23,15 @@ from collections import deque
 from collections.abc import Callable, Container, Mapping
 
 from convgrad.errors import DeadlineExceeded, DeviceUnavailable, Overloaded
-from convgrad_service.engine.scheduling.partition import JobResult, OnPartDone
-from convgrad_service.engine.scheduling.task import Task, TaskGroup, Worker, WorkerLost
-from convgrad_service.engine.workers.execute import Job
+from convgrad_service.engine.scheduling.task import (
+    Job,
+    JobResult,
+    OnPartDone,
+    Task,
+    TaskGroup,
+    Worker,
+    WorkerLost,
+)
 from convgrad_service.problems.base import Lane
 
 __all__ = ["CostModel", "Scheduler"]

@@ -1,4 +1,4 @@
-"""Tasks, groups of tasks, and the workers that run them."""
+"""Jobs, the tasks that they are scheduled as, and the workers that run them."""
 
 from __future__ import annotations
 
@@ -6,15 +6,129 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Protocol
+from functools import lru_cache, partial
+from typing import NamedTuple, Protocol
 
-from convgrad_service.backends.base import Vitals
-from convgrad_service.engine.scheduling.partition import JobResult, OnPartDone, merge_results
-from convgrad_service.engine.workers.execute import Job
+from convgrad.errors import InvalidProblem
+from convgrad_service.backends.base import Outcome, Vitals
+from convgrad_service.engine.memory.tensor_layout import PlacedTensor, TensorLayout, pieces_of
+from convgrad_service.engine.shm.mappings import not_in_place
+from convgrad_service.engine.shm.registry import RegionSlice
 from convgrad_service.problems.base import Lane
 
-__all__ = ["Task", "TaskGroup", "Worker", "WorkerLost"]
+__all__ = [
+    "Job",
+    "JobResult",
+    "OnPartDone",
+    "Task",
+    "TaskGroup",
+    "Worker",
+    "WorkerLost",
+    "is_copied",
+    "merge_results",
+    "not_in_place_of",
+    "result_of",
+]
+
+
+class JobResult(NamedTuple):
+    """How a job, or one part of it, was computed; see `Outcome`. The outputs are in its memory.
+
+    ``words`` is the answer, as JSON, of problems that compute no tensor.
+    """
+
+    kernel: str
+    compute_s: float
+    pieces: int
+    workspace_bytes: int
+    upload_s: float
+    download_s: float
+    words: str = ""
+
+
+OnPartDone = Callable[[int, JobResult], None]
+"""Called with the number of a part that is done, and its result."""
+
+
+def merge_results(results: Sequence[JobResult], elapsed_s: float = math.inf) -> JobResult:
+    """Merge results of parts; if those ran in parallel, scale their times to ``elapsed_s``."""
+    total_s = sum(part.compute_s + part.upload_s + part.download_s for part in results)
+    scale = min(1.0, elapsed_s / total_s) if total_s > 0 else 1.0
+    return JobResult(
+        results[0].kernel,
+        scale * sum(part.compute_s for part in results),
+        sum(part.pieces for part in results),
+        max(part.workspace_bytes for part in results),
+        scale * sum(part.upload_s for part in results),
+        scale * sum(part.download_s for part in results),
+    )
+
+
+class Job(NamedTuple):
+    """A problem to compute: its layout, and where that is in memory.
+
+    Attributes
+    ----------
+    base
+        The offset of the lease in the arena.
+    regions
+        The shared memory that it uses, in the layout's order.
+    tasks
+        The number of parts that are scheduled separately.
+    sums
+        Whether a last task adds up partial sums.
+    """
+
+    layout: TensorLayout
+    base: int
+    regions: tuple[RegionSlice, ...] = ()
+    tasks: int = 1
+    sums: bool = False
+    lane: Lane = Lane.BY_SIZE
+
+    @property
+    def device(self) -> int | None:
+        """The device whose memory it uses, None if any will do.
+
+        Raises InvalidProblem if it uses the memory of several.
+        """
+        if not self.regions:
+            return None
+        devices = {each.device for each in self.regions} - {None}
+        if len(devices) > 1:
+            listed = " and ".join(map(str, sorted(each for each in devices if each is not None)))
+            raise InvalidProblem(f"the tensors are on the devices {listed}; expected one device")
+        return next(iter(devices), None)
+
+    @classmethod
+    def of(cls, layout: TensorLayout, base: int, regions: tuple[RegionSlice, ...]) -> Job:
+        """Make a job with as many tasks as possible."""
+        tasks = 1
+        if layout.sizes.parts > 1:
+            outputs = {tensor.name for tensor in layout.outputs}
+            # A single task if outputs may overlap inputs in a client's memory, which one part could
+            # overwrite before another reads them, or if inputs must first be copied to the arena.
+            copies = any(is_copied(tensor) for tensor in layout.inputs)
+            if not copies and not outputs & not_in_place_of(layout, regions):
+                tasks = len(pieces_of(layout.problem, layout.sizes.parts))
+        sums = tasks > 1 and bool(layout.partial_sums)
+        return cls(layout, base, regions, tasks, sums, layout.problem.lane)
+
+
+def is_copied(tensor: PlacedTensor) -> bool:
+    """Return whether a tensor in shared memory is copied to the arena before it is used."""
+    return tensor.offset is not None and tensor.region is not None
+
+
+@lru_cache(maxsize=256)
+def not_in_place_of(layout: TensorLayout, regions: tuple[RegionSlice, ...]) -> frozenset[str]:
+    shared = [tensor for tensor in (*layout.inputs, *layout.outputs) if tensor.offset is None]
+    found = not_in_place(
+        {name: regions[region] for name, _, _, region in shared if region is not None},
+        layout.sizes.outputs,
+        {tensor.name: tensor.spec for tensor in shared},
+    )
+    return frozenset(found)
 
 
 class Worker(Protocol):
@@ -170,3 +284,7 @@ class TaskGroup:
 def _fail(future: asyncio.Future[JobResult], error: BaseException) -> None:
     future.set_exception(error)
     future.exception()  # mark it as retrieved: the submitter may be gone
+
+
+def result_of(outcome: Outcome) -> JobResult:
+    return JobResult(*(getattr(outcome, name) for name in JobResult._fields))

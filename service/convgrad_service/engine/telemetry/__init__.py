@@ -1,1 +1,1 @@
-"""Measuring, counting, logging and tracing of requests."""
+"""Counting and tracing of requests."""

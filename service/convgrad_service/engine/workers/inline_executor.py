@@ -22,12 +22,13 @@ from convgrad_service.engine.memory.tensor_layout import (
     has_index_inputs,
     tensor_layout_of,
 )
-from convgrad_service.engine.scheduling.partition import JobResult
+from convgrad_service.engine.options import InlineBackend
+from convgrad_service.engine.scheduling.task import Job, JobResult
 from convgrad_service.engine.shm.mappings import RegionMappings, truncated
 from convgrad_service.engine.shm.registry import RegionSlice
-from convgrad_service.engine.workers.execute import Job, run_job
+from convgrad_service.engine.workers.worker import run_job
 
-__all__ = ["InlineBackend", "InlineExecutor"]
+__all__ = ["InlineExecutor"]
 
 # About the cost of a round trip to a worker (tests/perf/results/serve.jsonl, 1 KiB over HTTP, with
 # and without); up to this, blocking the event loop delays others no more than waking a worker does.
@@ -36,16 +37,6 @@ _MAX_BYTES = 64 * 1024
 # Workers use more threads, so a problem is given up here only after this many slow runs.
 _TRIALS = 4
 _MAX_LAYOUTS = 1024
-
-
-class InlineBackend(NamedTuple):
-    """The backend for inline execution, used if the workers' backend has the same ``name``.
-
-    ``make`` should return one that starts no threads: waking one takes longer than computing.
-    """
-
-    name: str
-    make: Callable[[], ServingBackend]
 
 
 class _Engine(Protocol):

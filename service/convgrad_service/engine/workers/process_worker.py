@@ -1,4 +1,4 @@
-"""A worker process, as the hub sees it; `worker_main` is the other end."""
+"""A worker process, as the hub sees it; `worker` is the other end."""
 
 from __future__ import annotations
 
@@ -15,31 +15,27 @@ from convgrad.errors import DeviceUnavailable, ServiceError
 from convgrad_service.backends.base import Vitals
 from convgrad_service.engine.ipc.channel import (
     MAX_MISSED,
-    Channel,
-    Heartbeat,
-    InternTable,
-    Ping,
-    Pong,
-)
-from convgrad_service.engine.memory.arena import Arena
-from convgrad_service.engine.scheduling.partition import JobResult
-from convgrad_service.engine.scheduling.scheduler import Scheduler
-from convgrad_service.engine.scheduling.task import Task
-from convgrad_service.engine.shm.registry import RegionRegistry, RegionSlice
-from convgrad_service.engine.workers.child_process import START_S, DescriptorReserve, spawn
-from convgrad_service.engine.workers.execute import Job
-from convgrad_service.engine.workers.worker_main import (
     Cancel,
+    Channel,
     Compiled,
     Compiling,
     Forget,
+    Heartbeat,
     Hello,
+    InternTable,
     NewRegion,
+    Ping,
+    Pong,
     Probe,
     ProbeResult,
-    WorkerRecipe,
-    worker_main,
 )
+from convgrad_service.engine.memory.arena import Arena
+from convgrad_service.engine.options import WorkerRecipe
+from convgrad_service.engine.scheduling.scheduler import Scheduler
+from convgrad_service.engine.scheduling.task import Job, JobResult, Task
+from convgrad_service.engine.shm.registry import RegionRegistry, RegionSlice
+from convgrad_service.engine.workers.child_process import START_S, DescriptorReserve, spawn
+from convgrad_service.engine.workers.worker import worker_main
 
 __all__ = ["ProcessWorker"]
 
@@ -51,7 +47,7 @@ _STALL_FACTOR = 20
 
 
 class ProcessWorker:
-    """A `scheduler.Worker`; ``lost`` gets the exit code once its process has ended."""
+    """A `task.Worker`; ``lost`` gets the exit code once its process has ended."""
 
     def __init__(
         self,

@@ -8,10 +8,9 @@ import logging
 from convgrad.errors import DeviceUnavailable, ServiceError
 from convgrad_service.engine.hub import Hub
 from convgrad_service.engine.ipc.channel import MAX_MISSED
-from convgrad_service.engine.options import EngineOptions
+from convgrad_service.engine.options import EngineOptions, WorkerRecipe
 from convgrad_service.engine.workers.child_process import Backoff, DescriptorReserve
 from convgrad_service.engine.workers.process_worker import ProcessWorker
-from convgrad_service.engine.workers.worker_main import WorkerRecipe
 
 __all__ = ["Supervisor"]
 
@@ -34,14 +33,6 @@ class Supervisor:
         # Per device: how long it has had no worker, or after a hang a busy one without a result.
         self._failing_s: dict[int, float] = {}
         self._hung: set[int] = set()
-        hub.fault = lambda: self.fault
-
-    @property
-    def fault(self) -> str | None:
-        """Why all devices are broken; None while one is not."""
-        if len(self._broken) < self._devices:
-            return None
-        return next(iter(self._broken.values()), None)
 
     async def start(self) -> None:
         """Start a worker for every device and wait until all are ready.
@@ -111,10 +102,11 @@ class Supervisor:
                 # An OSError is a shortage of the machine, not a fault of the device.
                 if backoff.failures >= _BROKEN_AFTER and isinstance(error, ServiceError):
                     self._broken[index] = why
-                    self._refuse_if_broken()
+                    self._update_fault()
                 await asyncio.sleep(pause_s)
             else:
                 self._broken.pop(index, None)
+                self._update_fault()
                 return worker
 
     async def _watch(self) -> None:
@@ -161,6 +153,9 @@ class Supervisor:
             return None
         return f"no device has worked for {longest_s:g} s"
 
-    def _refuse_if_broken(self) -> None:
-        if (fault := self.fault) is not None:
+    def _update_fault(self) -> None:
+        """Refuse all requests while all devices are broken."""
+        broken = self._broken if len(self._broken) >= self._devices else {}
+        self._hub.fault = fault = next(iter(broken.values()), None)
+        if fault is not None:
             self._hub.scheduler.refuse_all(DeviceUnavailable(f"the device has failed: {fault}"))

@@ -19,8 +19,8 @@ from convgrad.errors import DeadlineExceeded, DeviceUnavailable
 from convgrad_service.backends.cpu import CpuBackend, library
 from convgrad_service.backends.cpu.arguments import Control, ConvArgs
 from convgrad_service.backends.cpu.threads import Workers, Workspaces
-from convgrad_service.cgroups import usable_cores
 from convgrad_service.problems import problem_from
+from convgrad_service.process import usable_cores
 
 
 def test_a_workspace_is_aligned_and_used_again() -> None:
@@ -91,7 +91,7 @@ def test_threads_that_wait_for_the_interpreter_are_woken_on_time() -> None:
     code = (
         "import ctypes, sys\n"
         "from concurrent.futures import ThreadPoolExecutor\n"
-        "from convgrad_service.thread_priority import set_switch_interval\n"
+        "from convgrad_service.process import set_switch_interval\n"
         "set_switch_interval(5e-5)\n"
         "slack = ThreadPoolExecutor(1).submit(ctypes.CDLL(None).prctl, 30, 0, 0, 0, 0).result()\n"
         "print(slack, round(sys.getswitchinterval() * 1e6))"

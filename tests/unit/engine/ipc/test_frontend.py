@@ -16,11 +16,10 @@ from convgrad_service.engine.hub import Hub
 from convgrad_service.engine.ipc.frontend import FrontEnd
 from convgrad_service.engine.ipc.remote_hub import RemoteHub
 from convgrad_service.engine.memory.arena import Arena
-from convgrad_service.engine.options import EngineOptions
+from convgrad_service.engine.options import EngineOptions, InlineBackend
 from convgrad_service.engine.scheduling.scheduler import Scheduler
+from convgrad_service.engine.scheduling.task import Job
 from convgrad_service.engine.workers.child_process import START_S
-from convgrad_service.engine.workers.execute import Job
-from convgrad_service.engine.workers.inline_executor import InlineBackend
 from tests.support.fake_backends import Zeros
 from tests.support.scheduling import DONE, Recorder, pooling
 
@@ -98,35 +97,5 @@ def test_a_front_end_that_never_starts_is_killed() -> None:
             assert front.check(2) == "not ready within 300 s"
             engine.notify("listening", 1, None)
             await until(lambda: front.check(1) is None)
-
-    run(scenario())
-
-
-def test_what_ran_is_learned_and_not_what_took_its_number() -> None:
-    """Only a layout that a worker has computed may be computed on the event loop."""
-
-    async def scenario() -> None:
-        async with connected() as (hub, engine, *_):
-            worker = Recorder(slots=1000)
-            hub.scheduler.add(worker)
-            executor = hub.inline_executor
-            assert executor is not None
-            memory = hub.tensors.allocate({"stored": pooling().problem.inputs["input"]})["stored"]
-            hub.tensors.commit("", {"stored": memory})
-            jobs = []
-            for width in range(1, 300):  # more than are interned
-                lease = engine.try_reserve(4096, [memory])
-                assert lease is not None
-                found = pooling(width, ("input",))
-                jobs.append(engine.submit(lease, Job(found, lease.offset), time.monotonic() + 60))
-                await until(lambda width=width: len(worker.held) == width)
-                if width > 1:
-                    lease.release()
-                    hub.scheduler.finished(worker.held[-1], DONE)
-                    await jobs[-1].done
-            hub.scheduler.finished(worker.held[0], DONE)
-            await jobs[0].done
-            learned = {each.packed for each in executor._trials}
-            assert learned == {pooling(each, ("input",)).packed for each in range(1, 300)}
 
     run(scenario())

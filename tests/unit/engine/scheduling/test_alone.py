@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from convgrad_service.engine.scheduling.scheduler import Scheduler
-from convgrad_service.engine.workers.execute import Job
+from convgrad_service.engine.scheduling.task import Job
 from convgrad_service.problems.base import Lane
 from tests.support.scheduling import DONE, Recorder, job, known_pace, run, submit
 

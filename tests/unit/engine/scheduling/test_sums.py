@@ -14,15 +14,16 @@ from hypothesis import strategies as st
 from convgrad.contract import OPERATIONS
 from convgrad.contract.base import validate
 from convgrad_service.backends.cpu import CpuBackend
+from convgrad_service.engine.memory import tensor_layout as parts
 from convgrad_service.engine.memory.arena import Arena
 from convgrad_service.engine.memory.tensor_layout import (
     TensorLayout,
     clear_layout_cache,
     tensor_layout_of,
 )
-from convgrad_service.engine.scheduling import partition as parts
+from convgrad_service.engine.scheduling.task import Job
 from convgrad_service.engine.shm.mappings import RegionMappings
-from convgrad_service.engine.workers.execute import Job, run_job
+from convgrad_service.engine.workers.worker import run_job
 from convgrad_service.problems import Problem, problem_from, run_in_pieces
 from tests.support.numerics import strategies
 from tests.support.numerics.arrays import DTYPES, Arrays, draw, integers, normals, rng_for

@@ -21,11 +21,10 @@ from convgrad_service.backends.base import Outcome
 from convgrad_service.engine.embedded import embedded_hub
 from convgrad_service.engine.hub import Hub
 from convgrad_service.engine.memory.tensor_layout import TensorLayout, tensor_layout_of
-from convgrad_service.engine.options import EngineOptions
-from convgrad_service.engine.scheduling.task import Task
+from convgrad_service.engine.options import EngineOptions, InlineBackend
+from convgrad_service.engine.scheduling.task import Job, Task
 from convgrad_service.engine.shm.registry import RegionSlice
-from convgrad_service.engine.workers.execute import Job
-from convgrad_service.engine.workers.inline_executor import InlineBackend, InlineExecutor
+from convgrad_service.engine.workers.inline_executor import InlineExecutor
 from convgrad_service.problems import problem_from
 from convgrad_service.problems.base import Lane
 from tests.support.fake_backends import Failing, Sums, Zeros

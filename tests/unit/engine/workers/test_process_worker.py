@@ -6,10 +6,11 @@ from types import SimpleNamespace
 from typing import Any
 
 from convgrad.errors import DeadlineExceeded
+from convgrad_service.engine.ipc.channel import RunTask
+from convgrad_service.engine.options import WorkerRecipe
 from convgrad_service.engine.scheduling.scheduler import Scheduler
 from convgrad_service.engine.shm.registry import RegionRegistry
 from convgrad_service.engine.workers.process_worker import ProcessWorker
-from convgrad_service.engine.workers.worker_main import RunTask, WorkerRecipe
 from tests.support.fake_backends import Zeros
 from tests.support.scheduling import DONE, run, submit
 

@@ -3,12 +3,18 @@
 A field that is named like a tensor is a .npy file. Any other is a parameter: JSON where it is JSON
 (2, [1, 1], true), else the text itself (NHWC). The body is in the arena, and python-multipart
 says where in it each field is; the tensors are then copied from there to their places.
+
+Answers in NumPy files, .npy for one tensor and .npz for any number, have their report in
+``X-Report``.
 """
 
 from __future__ import annotations
 
 import logging
+import zipfile
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,21 +22,36 @@ from numpy.typing import NDArray
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
-from convgrad.contract import Operation, refuse_unknown
+from convgrad.contract import Operation, Request, refuse_unknown
 from convgrad.dtypes import DType
-from convgrad.errors import MalformedRequest
+from convgrad.errors import MalformedRequest, NotAcceptable
 from convgrad.wire import npy, strict_json
 from convgrad.wire.sentences import shown
-from convgrad.wire.shapes import checked_dtype
+from convgrad.wire.shapes import checked_dtype, dtype_of
+from convgrad_service.engine.execution import Execution, Result
 from convgrad_service.engine.request import Fields
 from convgrad_service.http_api.body import TextReader
 from convgrad_service.http_api.json_forms import DeferredTensor
-from convgrad_service.http_api.negotiation import content_type_parameters
+from convgrad_service.http_api.transport import Arriving, Chunk, content_type_parameters
+from convgrad_service.problems import Problem
 
-__all__ = ["MEDIA_TYPE", "MultipartReader", "npy_dtype", "split_form"]
+__all__ = [
+    "MEDIA_TYPE",
+    "NPY",
+    "NPZ",
+    "MultipartReader",
+    "encode_npy",
+    "encode_npz",
+    "npy_content_type",
+    "npy_dtype",
+    "refuse_npy",
+    "refuse_npz",
+    "split_form",
+]
 
 MEDIA_TYPE = "multipart/form-data"
-
+NPY = npy.MEDIA_TYPE
+NPZ = "application/x-npz"
 # The parser needs `bytes`, so it gets copies of blocks of this size.
 _BLOCK_BYTES = 2**20
 # A request has some twenty fields, and its parameters are short.
@@ -207,3 +228,63 @@ def _parameter(data: memoryview, name: str) -> Any:
 
 def _text(encoded: bytes) -> str:
     return encoded.decode("utf-8", "replace")
+
+
+def encode_npy(execution: Execution, result: Result) -> Sequence[Chunk]:
+    """Encode the only output as a .npy file."""
+    ((name, array),) = result.outputs.items()
+    header, data = npy.encode(array)
+    assert isinstance(data, memoryview)  # noqa: S101
+    if result.progress is None:
+        return [header, data]
+    return [header, Arriving(data, partial(result.progress.until, name))]
+
+
+def encode_npz(execution: Execution, result: Result) -> Sequence[Chunk]:
+    """Encode all outputs as a .npz file, uncompressed."""
+    collected = _Chunks()
+    with zipfile.ZipFile(collected, "w") as archive:  # type: ignore[call-overload]
+        for name, array in result.outputs.items():
+            # A fixed date, so that answers to the same request are identical.
+            entry = zipfile.ZipInfo(f"{name}.npy")
+            with archive.open(entry, "w", force_zip64=True) as file:
+                for part in npy.encode(array):
+                    file.write(part)
+    return collected.parts
+
+
+def npy_content_type(array: NDArray[Any]) -> str:
+    """Return the media type of an array's .npy file, with dtypes that NumPy lacks."""
+    return f"{NPY}; dtype=bfloat16" if dtype_of(array) is DType.BFLOAT16 else NPY
+
+
+def refuse_npy(request: Request, problem: Problem) -> None:
+    """Raise NotAcceptable unless there is exactly one output, and it is not stored."""
+    if len(problem.outputs) > 1:
+        raise NotAcceptable(
+            f"{NPY} holds one tensor, and the answer has {', '.join(problem.outputs)}; accept {NPZ}"
+        )
+    refuse_npz(request, problem)
+
+
+def refuse_npz(request: Request, problem: Problem) -> None:
+    """Raise NotAcceptable if an output is stored."""
+    if request.store:
+        raise NotAcceptable(
+            "an answer in NumPy's files cannot name the outputs that were stored; accept "
+            "application/json"
+        )
+
+
+class _Chunks:
+    """A file for `zipfile` that collects what is written without copying."""
+
+    def __init__(self) -> None:
+        self.parts: list[Chunk] = []
+
+    def write(self, part: bytes | memoryview) -> int:
+        self.parts.append(part)
+        return len(part)
+
+    def flush(self) -> None:
+        """Do nothing: nothing is buffered."""

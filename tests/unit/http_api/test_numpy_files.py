@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from convgrad.errors import MalformedRequest
-from convgrad_service.http_api import multipart_body
-from convgrad_service.http_api.multipart_body import split_form
+from convgrad_service.http_api import numpy_files
+from convgrad_service.http_api.numpy_files import split_form
 
 BOUNDARY = "----x1"
 
@@ -33,7 +33,7 @@ def fields_of(body: bytes) -> dict[str, bytes]:
 def test_data_is_found_wherever_a_block_ends(
     monkeypatch: pytest.MonkeyPatch, block_bytes: int
 ) -> None:
-    monkeypatch.setattr(multipart_body, "_BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(numpy_files, "_BLOCK_BYTES", block_bytes)
     almost = b"\r\n--" + BOUNDARY.encode()[:-1]
     fields = {
         "weight": almost + b"?" + almost,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import socket
 import threading
 
-from convgrad_service.engine.ipc.channel import Pipe
+from convgrad_service.engine.ipc.channel import Cancel, Pipe, RunTask
 from convgrad_service.engine.memory.arena import Arena
-from convgrad_service.engine.workers.worker_main import Cancel, RunTask, _Worker
+from convgrad_service.engine.workers.worker import _Worker
 from tests.support.fake_backends import Zeros
 from tests.support.scheduling import pooling
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from convgrad_service import cgroups
-from convgrad_service.cgroups import memory_bytes, usable_cores
+from convgrad_service import process
+from convgrad_service.process import memory_bytes, usable_cores
 
 MiB = 2**20
 UNLIMITED = 2**63 - 4096
@@ -19,7 +19,7 @@ UNLIMITED = 2**63 - 4096
 
 @pytest.fixture(autouse=True)
 def _host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cgroups, "_host_bytes", lambda: 8192 * MiB)
+    monkeypatch.setattr(process, "_host_bytes", lambda: 8192 * MiB)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(16)), raising=False)
 
 
@@ -140,7 +140,7 @@ def test_the_quota_of_a_real_group() -> None:
                 continue  # the system has the other version
             (group / file).write_text(quota)
             join = f'echo $$ > {group}/cgroup.procs && exec "$@"'
-            code = "from convgrad_service.cgroups import usable_cores; print(usable_cores())"
+            code = "from convgrad_service.process import usable_cores; print(usable_cores())"
             command = ["sh", "-c", join, "sh", sys.executable, "-c", code]
             done = subprocess.run(command, capture_output=True, text=True, check=True)
             assert done.stdout == "1\n"

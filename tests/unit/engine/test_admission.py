@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from convgrad_service.engine import admission_gate
-from convgrad_service.engine.admission_gate import AdmissionGate
+from convgrad_service.engine import admission
+from convgrad_service.engine.admission import AdmissionGate
 
 
 class Queue:
@@ -55,7 +55,7 @@ def test_requests_are_admitted_while_there_is_room() -> None:
 def test_refusals_are_rate_limited(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(admission_gate, "_REFUSALS_PER_S", 100.0)
+    monkeypatch.setattr(admission, "_REFUSALS_PER_S", 100.0)
 
     async def scenario() -> None:
         gate = gate_of(Queue())
@@ -90,7 +90,7 @@ def test_waiting_requests_are_admitted_up_to_the_room() -> None:
 
 
 def test_slow_bodies_do_not_block_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission_gate, "_REFUSALS_PER_S", 0.1)
+    monkeypatch.setattr(admission, "_REFUSALS_PER_S", 0.1)
 
     async def scenario() -> None:
         queue = Queue()
@@ -181,7 +181,7 @@ def test_slow_bodies_do_not_count_as_received_ahead(monkeypatch: pytest.MonkeyPa
         slow = [gate.try_admit(large=True) for _ in range(2)]
         began_s = time.monotonic()
         assert await gate.admit(large=True) is not None
-        assert time.monotonic() - began_s < 10 * admission_gate._LANDING_S
+        assert time.monotonic() - began_s < 10 * admission._LANDING_S
         assert None not in slow
 
     run(scenario())
@@ -189,7 +189,7 @@ def test_slow_bodies_do_not_count_as_received_ahead(monkeypatch: pytest.MonkeyPa
 
 def test_a_line_that_moves_is_not_refused_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only where the last in line would wait for longer than the limit, more are refused."""
-    monkeypatch.setattr(admission_gate, "_MAX_WAIT_S", 0.5)
+    monkeypatch.setattr(admission, "_MAX_WAIT_S", 0.5)
 
     async def refused_of(*, moves: bool) -> int:
         queue = Queue()

@@ -7,8 +7,7 @@ import random
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
 from convgrad.errors import CODES
-from convgrad_service.engine.telemetry.record import Record
-from convgrad_service.engine.telemetry.request_metrics import RequestMetrics
+from convgrad_service.engine.telemetry.metrics import Record, RequestMetrics
 
 SECONDS = (
     0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from convgrad_service.http_api.protocol import RequestHead, RequestHeadCache
+from convgrad_service.http_api.connection import RequestHead, RequestHeadCache
 
 PATH = b"/conv_fwd"
 HEADERS = [(b"host", b"here"), (b"content-length", b"3"), (b"x-request-id", b"first")]

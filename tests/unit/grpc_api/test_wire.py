@@ -17,15 +17,14 @@ from numpy.typing import NDArray
 import convgrad_service.grpc_api
 from convgrad.contract import Report
 from convgrad.errors import MalformedRequest, NotFound
-from convgrad_service.grpc_api.infer_wire import (
+from convgrad_service.grpc_api.wire import (
     cut_raw_contents,
     encode_response,
     encode_stream_error,
-    encode_stream_response,
+    message,
     read_infer_request,
     request_names,
 )
-from convgrad_service.grpc_api.messages import message
 from convgrad_service.oip.fields import tensor_in
 from convgrad_service.oip.request import Region, Span
 
@@ -59,7 +58,7 @@ def test_names_and_numbers_are_tritons() -> None:
     """Whatever field ours have, theirs have under the same number, name and type."""
     theirs = pytest.importorskip("tritonclient.grpc.service_pb2").DESCRIPTOR
     configs = pytest.importorskip("tritonclient.grpc.model_config_pb2").DESCRIPTOR
-    from convgrad_service.grpc_api.messages import SERVICE
+    from convgrad_service.grpc_api.wire import SERVICE
 
     def same(ours: Any, other: Any) -> int:
         compared = 0
@@ -315,7 +314,7 @@ def test_answers_are_what_protobuf_reads() -> None:
     assert answer.parameters["flops"].double_param == 2**70
 
     streamed = message("ModelStreamInferResponse").FromString(
-        b"".join(encode_stream_response(read, outputs, REPORT))
+        b"".join(encode_response(read, outputs, REPORT, in_stream=True))
     )
     assert streamed.infer_response.parameters["triton_final_response"].bool_param
     del streamed.infer_response.parameters["triton_final_response"]

@@ -1,4 +1,7 @@
-"""The main program of a worker process, and the messages between it and the hub."""
+"""A worker: the main program of its process, and how it runs a job on tensors in shared memory.
+
+Rare kinds of jobs, in parts or on shared memory of clients, have their arrays from `parts`.
+"""
 
 from __future__ import annotations
 
@@ -11,135 +14,38 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, NamedTuple
 
-from convgrad.errors import ServiceError
+import numpy as np
+
+from convgrad.errors import InvalidProblem, ServiceError
 from convgrad_service.backends.base import Cancellation, ServingBackend, Vitals
-from convgrad_service.engine.ipc.channel import Interned, Ping, Pipe, Pong
+from convgrad_service.engine.ipc.channel import (
+    Cancel,
+    Compiled,
+    Compiling,
+    Forget,
+    Hello,
+    Ping,
+    Pipe,
+    Pong,
+    Probe,
+    ProbeResult,
+    RunTask,
+)
 from convgrad_service.engine.memory.arena import Arena
 from convgrad_service.engine.memory.tensor_layout import TensorLayout, unpack_layout
-from convgrad_service.engine.scheduling.partition import JobResult
+from convgrad_service.engine.options import WorkerRecipe
+from convgrad_service.engine.scheduling.task import Job, JobResult, not_in_place_of, result_of
 from convgrad_service.engine.shm.mappings import RegionMappings
 from convgrad_service.engine.shm.registry import RegionSlice
-from convgrad_service.engine.workers.execute import Job, compile_ahead, run_job
-from convgrad_service.engine.workers.inline_executor import InlineBackend
-from convgrad_service.error_frames import without_traceback
-from convgrad_service.thread_priority import lower_priority, set_switch_interval
+from convgrad_service.engine.workers.parts import Arrays, pieces_of_part, region_arrays, run_pieces
+from convgrad_service.examination import examined
+from convgrad_service.process import lower_priority, set_switch_interval, without_traceback
 
-__all__ = [
-    "Cancel",
-    "Compiled",
-    "Compiling",
-    "Forget",
-    "Hello",
-    "NewRegion",
-    "Probe",
-    "ProbeResult",
-    "RunTask",
-    "WorkerFailed",
-    "WorkerRecipe",
-    "worker_main",
-]
+__all__ = ["WorkerFailed", "compile_ahead", "run_job", "worker_main"]
 
 _log = logging.getLogger("convgrad.worker")
-
-
-class WorkerRecipe(NamedTuple):
-    """How to start a worker.
-
-    Attributes
-    ----------
-    make_backend
-        Called in the worker with its device's number.
-    slots
-        Jobs at a time; None for the backend's default.
-    prepare
-        Called in the worker first.
-    inline_backend
-        What front ends may compute small problems with.
-    warm_up
-        Called with the backend of each device's first worker before it is ready; may take long.
-    """
-
-    make_backend: Callable[[int], ServingBackend]
-    slots: int | None = None
-    prepare: Callable[[], None] = gc.enable  # a picklable no-op: it is enabled anyway
-    inline_backend: InlineBackend | None = None
-    warm_up: Callable[[ServingBackend], None] | None = None
-
-
-class Hello(NamedTuple):
-    """The worker is ready to compute ``slots`` jobs at a time.
-
-    ``devices`` is the number of devices of this backend. With ``pins`` the arena's pages are
-    registered with the device and must not be returned to the system.
-    """
-
-    backend: str
-    slots: int
-    devices: int
-    pins: bool
-
-
-NewRegion = tuple[int, bytes | None, int]
-"""A region to be opened: its number, and what `RegionRegistry.extent` returns."""
-
-
-class RunTask(NamedTuple):
-    """One task: a `Job` with its layout interned, or one ``part`` of it.
-
-    The files of ``new_regions`` have been sent before. A ``brief`` task is so short that the thread
-    that receives it runs it before any other thread receives the next.
-    """
-
-    number: int
-    interned: Interned
-    base: int
-    regions: tuple[tuple[Any, ...], ...]
-    part: int | None
-    new_regions: Sequence[NewRegion]
-    brief: bool
-
-
-class Cancel(NamedTuple):
-    """Stop a task."""
-
-    number: int
-
-
-class Forget(NamedTuple):
-    """Close a region: no job uses it any longer."""
-
-    region: int
-
-
-class Probe(NamedTuple):
-    """Check that a device memory handle can be opened."""
-
-    number: int
-    handle: bytes
-    size_bytes: int
-
-
-class ProbeResult(NamedTuple):
-    """The reply to `Probe`."""
-
-    number: int
-    error: ServiceError | None
-
-
-class Compiling(NamedTuple):
-    """Sent instead of a task's result: its kernels are being compiled; `Compiled` follows."""
-
-
-class Compiled(NamedTuple):
-    """The kernels are compiled and the task can be sent again, or they cannot be compiled."""
-
-    error: BaseException | None
-
-
 # How often the device's vitals are read, and sent to the hub if they have changed.
 _VITALS_S = 2.0
 # The interpreter lets a thread that plans a new problem hold others up for this long; its default
@@ -389,3 +295,80 @@ class _Worker:
                 early = self._cancelled_early
                 self._cancelled_early = {each for each in early if each > task.number}
         return event
+
+
+def compile_ahead(
+    backend: ServingBackend, layout: TensorLayout, part: int | None = None
+) -> Future[None] | None:
+    """Start compiling what `run_job` needs; see `ServingBackend.compile_ahead`."""
+    if layout.sizes.parts == 1:
+        return backend.compile_ahead(layout.problem.computes)
+    pieces = pieces_of_part(layout, part).values()
+    return backend.compile_ahead([piece.problem for piece in pieces])
+
+
+def run_job(
+    backend: ServingBackend,
+    arena: Arena,
+    mappings: RegionMappings,
+    job: Job,
+    cancelled: threading.Event | None = None,
+    part: int | None = None,
+) -> JobResult:
+    """Compute a job, or one ``part`` of it, in the calling thread.
+
+    Its regions must be open. The part after the last piece adds up partial sums.
+
+    Raises what the backend raises, and InvalidProblem if a client truncated its shared memory.
+    """
+    layout = job.layout
+    pieces = {} if layout.sizes.parts == 1 else pieces_of_part(layout, part)
+    if job.regions:
+        inputs, outputs = region_arrays(backend, arena, mappings, layout, job, pieces)
+        not_direct = not_in_place_of(layout, job.regions)
+    else:
+        inputs, outputs = _arena_arrays(arena, layout, job.base)
+        not_direct = frozenset()
+    # Rarely, kernels cannot use a tensor where it is: they get a copy, or compute into one.
+    targets = dict(outputs)
+    for name in not_direct & outputs.keys():
+        if not isinstance(outputs[name], np.ndarray):
+            raise InvalidProblem(f"the output {name} overlaps another tensor of the request")
+        targets[name] = np.empty_like(outputs[name])
+    if layout.sizes.parts == 1:
+        own = {
+            name: array.copy() if name in not_direct else array for name, array in inputs.items()
+        }
+        outcome = examined(backend, layout.problem, own, cancelled, targets)
+        computed: Arrays = outcome.outputs
+        result = result_of(outcome)
+    else:
+        computed, result = run_pieces(
+            backend, arena, layout, job.base, pieces, part, inputs, not_direct, targets, cancelled
+        )
+    for name, target in outputs.items():
+        # Backends may compute elsewhere, but most use the target they are given.
+        if computed[name] is target:
+            continue
+        if isinstance(target, np.ndarray):
+            np.copyto(target, computed[name], casting="no")
+        else:
+            target.fill(computed[name])
+    if job.regions:
+        mappings.check({each.region for each in job.regions})
+    return result
+
+
+def _arena_arrays(arena: Arena, layout: TensorLayout, base: int) -> tuple[Arrays, Arrays]:
+    """Return the read-only inputs and the outputs of a job without shared memory."""
+    inputs, outputs = (
+        {
+            name: arena.array(base + offset, spec)
+            for name, spec, offset, _ in tensors
+            if offset is not None
+        }
+        for tensors in (layout.inputs, layout.outputs)
+    )
+    for array in inputs.values():
+        array.flags.writeable = False
+    return inputs, outputs

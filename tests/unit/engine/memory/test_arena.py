@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from convgrad.errors import Overloaded, ProblemTooLarge
-from convgrad_service.engine.memory.arena import PAGE_BYTES, FreeList
-from convgrad_service.engine.memory.lease import LeasePool
-from convgrad_service.engine.options import Limits
+from convgrad_service.engine.admission import Limits
+from convgrad_service.engine.memory.arena import PAGE_BYTES, FreeList, LeasePool
 
 PAGES = 10
 

@@ -1,4 +1,7 @@
-"""Admission of requests while the engine is overloaded, with a rate limit on refusals.
+"""What is refused before anything is computed, and when.
+
+`Status` says whether the server takes requests at all, `AdmissionGate` whether there is room for
+one more, and `Limits` whether its problem is too large.
 
 A refusal takes up to two milliseconds, with a body to drain, and a client that ignores Retry-After
 retries immediately: a few hundred of those would keep a process busy with refusals alone. So only a
@@ -16,9 +19,13 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["Admission", "AdmissionGate"]
+from convgrad.errors import DeviceUnavailable, Overloaded, ProblemTooLarge
+from convgrad_service.engine.memory.tensor_layout import ProblemSize
+
+__all__ = ["ALWAYS_ALLOWED_BYTES", "Admission", "AdmissionGate", "Limits", "Status"]
 
 # A token bucket for refusals; more are allowed if the last in line would otherwise wait too long.
 _REFUSALS_PER_S, _REFUSAL_BURST = 10.0, 16.0
@@ -31,6 +38,8 @@ _ARRIVING_S = 0.5
 # Likewise a large body counts towards those received ahead: for a shorter time while it arrives,
 # and then until it has been computed, unless problems take so long that a cache matters little.
 _LANDING_S, _LANDED_S = 0.01, 0.5
+ALWAYS_ALLOWED_BYTES = 64 * 2**20
+"""Outputs up to this size are allowed for any inputs."""
 
 
 class _Recent:
@@ -230,3 +239,120 @@ def _refuse(line: deque[_Turn]) -> None:
     turn = line.popleft()
     if not turn.given.done():  # else it was cancelled
         turn.given.set_result(None)
+
+
+class Status(NamedTuple):
+    """The state of the engine, of which every front end has a copy.
+
+    Attributes
+    ----------
+    fault
+        Why no device works; None while one does.
+    overload
+        The error text and Retry-After for new requests while the queue is full.
+    missing
+        The names of front ends that are not serving.
+    dead
+        Why the server must be restarted to work again.
+    timing
+        Whether a timing is running, during which nothing is computed inline.
+    slots
+        Problems that all workers compute at a time.
+    short_of_memory
+        Whether requests have waited for memory for a while.
+    """
+
+    backend: str
+    ready: bool = True
+    leaving: bool = False
+    draining: bool = False
+    fault: str | None = None
+    overload: tuple[str, float | None] | None = None
+    missing: tuple[str, ...] = ()
+    dead: str | None = None
+    timing: bool = False
+    slots: int = 0
+    short_of_memory: bool = False
+
+    def require_live(self) -> None:
+        """Raise DeviceUnavailable if the server must be restarted."""
+        if self.dead is not None:
+            raise DeviceUnavailable(self.dead)
+
+    def require_ready(self) -> None:
+        """Raise DeviceUnavailable unless a device works and every front end serves."""
+        self.require_live()
+        self._require_usable()
+        if self.leaving:
+            raise DeviceUnavailable("the server is about to shut down", retry_after_s=5.0)
+        if not self.ready:
+            raise DeviceUnavailable("no device works at the moment", retry_after_s=1.0)
+        if self.missing:
+            names = ", ".join(self.missing)
+            raise DeviceUnavailable(f"{names}: not serving at the moment", retry_after_s=1.0)
+
+    def admit(self) -> None:
+        """Raise DeviceUnavailable or Overloaded if a new request would be refused.
+
+        Called before the body is read. A restarting device is not a reason: requests wait for it.
+        """
+        self._require_usable()
+        if self.overload is not None:
+            sentence, retry_after_s = self.overload
+            raise Overloaded(sentence, retry_after_s=retry_after_s)
+
+    def _require_usable(self) -> None:
+        if self.draining:
+            raise DeviceUnavailable("the server is shutting down", retry_after_s=5.0)
+        if self.fault is not None:
+            raise DeviceUnavailable(f"the device has failed: {self.fault}")
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Limits on problems, checked before anything is allocated; None means unlimited.
+
+    A body of a hundred bytes can describe a petabyte of tensors. ``output_ratio`` is the bytes of
+    all outputs per byte of all inputs.
+    """
+
+    problem_bytes: int | None = None
+    problem_flops: float | None = None
+    output_ratio: float | None = None
+
+    def check(self, problem: ProblemSize) -> None:
+        """Raise ProblemTooLarge if ``problem`` exceeds a limit."""
+        needed = problem.memory_bytes
+        if self.problem_bytes is not None and needed > self.problem_bytes:
+            raise ProblemTooLarge(
+                f"the inputs and outputs of this {problem.operation} take {_shown(needed)} bytes; "
+                f"this server takes at most {self.problem_bytes:,}"
+            )
+        if self.problem_flops is not None and problem.flops > self.problem_flops:
+            raise ProblemTooLarge(
+                f"this {problem.operation} needs {_shown(problem.flops)} floating-point "
+                f"operations; this server takes at most {self.problem_flops:.3g}"
+            )
+        self._check_outputs(problem)
+
+    def _check_outputs(self, problem: ProblemSize) -> None:
+        if self.output_ratio is None:
+            return
+        inputs = sum(spec.size_bytes for spec in problem.inputs.values())
+        outputs = sum(spec.size_bytes for spec in problem.outputs.values())
+        if outputs > max(ALWAYS_ALLOWED_BYTES, self.output_ratio * inputs):
+            raise ProblemTooLarge(
+                f"the outputs of this {problem.operation} take {_shown(outputs)} bytes, and its "
+                f"inputs {_shown(inputs)}; this server returns at most {self.output_ratio:g} "
+                f"bytes for each byte that it receives, or {ALWAYS_ALLOWED_BYTES:,}. "
+                "Check padding, stride and output sizes; if they are right, raise "
+                "CONVGRAD_MAX_OUTPUT_RATIO"
+            )
+
+
+def _shown(number: int) -> str:
+    # Sizes have arbitrary precision, which may exceed a float's range.
+    if number < 10**15:
+        return f"{number:,}"
+    digits = number.bit_length() * 30103 // 100000
+    return f"about 1e{digits}"
