@@ -50,7 +50,7 @@ __device__ __forceinline__ int2 range_of(const BoxArgs& args, const Box& box, in
 #if __CUDA_ARCH__ == 900
 constexpr int kBlocks = sizeof(T) == 8 ? 5 : 6;
 #else
-constexpr int kBlocks = 5;
+constexpr int kBlocks = 4;
 #endif
 
 extern "C" __global__ void __launch_bounds__(kBoxThreads, kBlocks)
