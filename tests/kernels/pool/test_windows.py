@@ -30,7 +30,7 @@ from tests.support.numerics.arrays import (
 )
 from tests.support.numerics.bounds import assert_same_bits
 from tests.support.numerics.cases import Case, maxpool_bwd, pool_cases
-from tests.support.numerics.geometries import POOLS
+from tests.support.numerics.geometries import POOLS, Pool
 from tests.support.numerics.oracle import expected
 from tests.support.numerics.pool_inputs import bad_indices, sources, with_nans
 from tests.support.numerics.window_cases import (
@@ -116,6 +116,18 @@ def test_emulated_gradient_from_indices(seed: int, name: str, width: str) -> Non
             arrays = request_arrays(asked, {**given, "indices": indices}, layout)
             with pytest.raises(InvalidProblem, match="outside its window"):
                 run(backend, case.operation, arrays, params)
+
+
+@EMULATED
+@pytest.mark.parametrize("shape", [(3, 2), (5, 2), (3, 1)], ids=str)
+def test_emulated_gradient_of_long_lines(seed: int, shape: tuple[int, int]) -> None:
+    kernel, stride = shape
+    case = maxpool_bwd("long", Pool(2, 3, (1700,), kernel, stride, 1))
+    tensors = draw(case, rng_for(seed, kernel), DTYPES["float32"], integers)
+    wanted = expected(case.operation, tensors, case.params)
+    asked, given = sources(case, tensors)["int64"]
+    found = answers(EmulatedBackend(FAMILIES), asked, given, "NCW")
+    check(found, wanted, "exact", f"seed {seed}, {shape}")
 
 
 @pytest.mark.parametrize("case", [*CASES, *UNEVEN], ids=lambda case: case.id)

@@ -140,7 +140,7 @@ struct Box {
         const bool part = e < kChunk ? head > 0 : whole < chunks && (whole > 0 || head == 0);
         if (part && own >= head && own < head + length) target[own] = element(cells[at + own]);
       }
-#pragma unroll 2
+#pragma unroll 4
       for (int c = thread + (head > 0); c < whole; c += kBoxThreads) {
         const int low = c * kChunk;
         Vector<T, kChunk> values;

@@ -48,9 +48,9 @@ __device__ __forceinline__ int2 range_of(const BoxArgs& args, const Box& box, in
 
 // More blocks hide more latency; compilers for other GPUs need more registers.
 #if __CUDA_ARCH__ == 900
-constexpr int kBlocks = 6;
+constexpr int kBlocks = sizeof(T) == 8 ? 5 : 6;
 #else
-constexpr int kBlocks = 5;
+constexpr int kBlocks = 4;
 #endif
 
 extern "C" __global__ void __launch_bounds__(kBoxThreads, kBlocks)
@@ -136,22 +136,27 @@ extern "C" __global__ void __launch_bounds__(kBoxThreads, kBlocks)
       first[axis] = lead[axis] + phase[axis];
       if (first[axis] >= args.phases[axis]) first[axis] -= args.phases[axis];
     }
-#pragma unroll 1
-    for (int column = thread - own_line * columns; column < columns; column += kBoxThreads) {
-      const int at2 = first[2] + column * args.phases[2];
-      if (at2 >= box.extent[2]) continue;
+    const auto add_line = [&](int line, int at2, int2 range2) {
+      const int slice = divide(line, args.by_phase[1]);
+      const int at1 = first[1] + (line - slice * args.in_phase[1]) * args.phases[1];
+      const int plane = SIMPLE ? slice : divide(slice, args.by_phase[0]);
+      const int at0 = SIMPLE ? 0 : first[0] + (slice - plane * args.in_phase[0]) * args.phases[0];
+      if (at1 >= box.extent[1] || (!SIMPLE && at0 >= box.extent[0])) return;
+      const int2 range0 = SIMPLE ? make_int2(0, 1) : range_of(args, box, 0, at0), range1 = lines_of(at1);
+      const int own = plane * args.pitch[0] + (SIMPLE ? 0 : at0 * args.pitch[1]) + at1 * args.pitch[2];
+      if (columns <= kBoxThreads) {
+        good &= add(plane, own + at2, range0, range1, range2);
+        return;
+      }
+      for (; at2 < box.extent[2]; at2 += kBoxThreads * args.phases[2]) {
+        good &= add(plane, own + at2, range0, range1, columns_of(at2));
+      }
+    };
+    const int at2 = first[2] + (thread - own_line * columns) * args.phases[2];
+    if (at2 < box.extent[2]) {
       const int2 range2 = columns_of(at2);
 #pragma unroll 1
-      for (int line = own_line; line < lines; line += together) {
-        const int slice = divide(line, args.by_phase[1]);
-        const int at1 = first[1] + (line - slice * args.in_phase[1]) * args.phases[1];
-        const int plane = SIMPLE ? slice : divide(slice, args.by_phase[0]);
-        const int at0 = SIMPLE ? 0 : first[0] + (slice - plane * args.in_phase[0]) * args.phases[0];
-        if (at1 >= box.extent[1] || (!SIMPLE && at0 >= box.extent[0])) continue;
-        const int own = plane * args.pitch[0] + (SIMPLE ? 0 : at0 * args.pitch[1]) + at1 * args.pitch[2];
-        const int2 range0 = SIMPLE ? make_int2(0, 1) : range_of(args, box, 0, at0);
-        good &= add(plane, own + at2, range0, lines_of(at1), range2);
-      }
+      for (int line = own_line; line < lines; line += together) add_line(line, at2, range2);
     }
     __syncthreads();
 #pragma unroll
