@@ -130,7 +130,14 @@ struct Column {
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(kBoxThreads, sizeof(T) == 8 ? 3 : 4)
+// Large windows' maxima need more registers on other GPUs.
+#if __CUDA_ARCH__ == 900
+constexpr int kBlocks = sizeof(T) == 8 ? 3 : 4;
+#else
+constexpr int kBlocks = sizeof(T) == 8 || (MAXIMA && !LINES) ? 3 : 4;
+#endif
+
+extern "C" __global__ void __launch_bounds__(kBoxThreads, kBlocks)
     window_planes(const __grid_constant__ BoxArgs args) {
   extern __shared__ __align__(16) unsigned char shared[];
   const WindowArgs& windows = args.windows;
