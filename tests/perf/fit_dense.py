@@ -298,9 +298,9 @@ def corrected_us(one: Measured, every: Mapping[str, Correction]) -> float:
         return one.expected_us
     factor = float(every[one.model].factors(one.line[None])[0])
     if one.of:
-        ways = None if one.way is None else every.get(SHARING)
-        # Not chosen without a correction.
-        factor *= math.inf if ways is None else float(ways.factors(one.way[None])[0])
+        if one.way is None or SHARING not in every:
+            return math.inf
+        factor *= float(every[SHARING].factors(one.way[None])[0])
     return one.expected_us * factor
 
 

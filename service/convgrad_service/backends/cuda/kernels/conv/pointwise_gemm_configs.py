@@ -73,12 +73,12 @@ IN_GRID: Tiles = {
     },
 }
 # Tiles of STORED whose blocks can share an operand with those of their cluster, and the sizes of
-# such clusters. All tiles and clusters of eight would make 99 measured layers 0.2 % faster.
+# such clusters. All tiles, with 64 x 80, and clusters of eight would make 99 layers 0.5 % faster.
 SHARED: Tiles = {
     "gather": {
         32: {128: (256,)},
         64: {
-            64: (32, 80, 128, 160, 256),
+            64: (32, 128, 160, 256),
             128: (32, 40, 48, 80, 128, 192),
             192: (64, 96, 128),
             256: (80,),
