@@ -22,7 +22,7 @@ import math
 import statistics
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -47,6 +47,7 @@ from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm import (
     SWAPPED,
     products_of,
 )
+from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_model import SHARING
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_tiles import Config
 from convgrad_service.backends.cuda.kernels.core.gather_axes import gather_axis
 from convgrad_service.backends.cuda.tuning.candidates import candidates
@@ -73,7 +74,10 @@ CHUNK = 8
 
 @dataclass(frozen=True)
 class Measured:
-    """One configuration on one layer: its model, features, expected and measured microseconds."""
+    """One configuration on one layer: its model, features, expected and measured microseconds.
+
+    A way to run another one, ``of``, has the features ``way`` too, and `line` is the other one's.
+    """
 
     model: str | None
     family: str
@@ -81,6 +85,8 @@ class Measured:
     line: NDArray[np.float64] | None
     expected_us: float
     us: float
+    of: str = ""
+    way: NDArray[np.float64] | None = None
 
 
 @dataclass(frozen=True)
@@ -144,6 +150,21 @@ class Lines:
             return family, hopper_weight_single.lines(work, device, found)[0]
         return None
 
+    def way_of(self, family: str, name: str) -> str:
+        """The configuration that this one is a way to run; empty if it is none."""
+        config = Config.named(name.removesuffix(SWAPPED)) if family == "pointwise_gemm" else None
+        if config is None or config.multicast == 1:
+            return ""
+        other = replace(config, multicast=1)
+        return f"{other}{SWAPPED if name.endswith(SWAPPED) else ''}"
+
+    def of_way(self, name: str, s: float) -> NDArray[np.float64] | None:
+        """The line of a way to run a configuration that takes ``s`` seconds."""
+        config = Config.named(name.removesuffix(SWAPPED))
+        assert config is not None
+        product = products_of(self._work)[name.endswith(SWAPPED)]
+        return pointwise_gemm_model.sharing_line_of(product, self._device, config, s)
+
     def _find(self, family: str, name: str) -> Any:
         if family not in self._named:
             work, device = self._work, self._device
@@ -170,13 +191,15 @@ def measured_of(row: Mapping[str, Any], work: ConvWork, device: CudaDevice) -> I
         for one in every
     }
     for family, name, _, us in row["configurations"]:
-        if (family, name) not in today:
+        of = lines.way_of(family, name)
+        if (family, of or name) not in today:
             continue
-        expected_s = today[family, name]
+        expected_s = today[family, of or name]
         found = None if expected_s is None else lines.of(family, name, expected_s)
         model, line = (None, None) if found is None else found
         expected_us = math.inf if expected_s is None else expected_s * 1e6
-        yield Measured(model, family, name, line, expected_us, us)
+        way = lines.of_way(name, expected_s) if of and expected_s else None
+        yield Measured(model, family, name, line, expected_us, us, of, way)
 
 
 def rows_of(path: Path, device: CudaDevice) -> list[Row]:
@@ -245,8 +268,14 @@ def corrections(
     data: dict[str, list[tuple[Any, float, float]]] = {}
     for row in rows:
         best = min(one.us for one in row.measured)
+        plain = {one.config: one.us for one in row.measured if one.family == "pointwise_gemm"}
         for one in row.measured:
-            if one.model is not None and one.line is not None:
+            if one.of:
+                if one.way is not None and one.of in plain:
+                    ratio = float(np.log2(one.us / plain[one.of]))
+                    far = max(1.0, min(one.us, plain[one.of]) / best / NEAR)
+                    data.setdefault(SHARING, []).append((one.way, ratio, far**-2))
+            elif one.model is not None and one.line is not None:
                 expected_us = corrected_us(one, before)
                 far = max(1.0, min(one.us, expected_us) / best / NEAR)
                 left = float(np.log2(one.us / expected_us))
@@ -267,7 +296,12 @@ def corrected_us(one: Measured, every: Mapping[str, Correction]) -> float:
     """The expected time with its model's correction."""
     if one.model is None or one.line is None or one.model not in every:
         return one.expected_us
-    return one.expected_us * float(every[one.model].factors(one.line[None])[0])
+    factor = float(every[one.model].factors(one.line[None])[0])
+    if one.of:
+        if one.way is None or SHARING not in every:
+            return math.inf
+        factor *= float(every[SHARING].factors(one.way[None])[0])
+    return one.expected_us * factor
 
 
 def report(what: str, rows: Sequence[Row], table: Mapping[str, dict[str, Any]]) -> None:
@@ -278,7 +312,7 @@ def report(what: str, rows: Sequence[Row], table: Mapping[str, dict[str, Any]]) 
         times = []
         for one in row.measured:
             times.append(corrected_us(one, every))
-            if one.line is not None:
+            if one.line is not None and math.isfinite(times[-1]):
                 errors.append(abs(np.log2(times[-1] / one.us)))
         chosen = row.measured[int(np.argmin(times))].us
         best = min(row.now_us, *(one.us for one in row.measured))
@@ -319,8 +353,8 @@ def main() -> None:
         )
         report(f"fitted, {what}", learned, table)
         report(f"held out, {what}", unseen, table)
-        base = "before" if given.onto else "without corrections"
-        report(f"  {base}, {what}", unseen, shipped)
+        old = before["corrections"] if given.onto or given.models else {}
+        report(f"  {'before' if old else 'without corrections'}, {what}", unseen, old)
     if not given.write:
         return
     layers: dict[str, Any] = {}

@@ -58,6 +58,17 @@ SUMMED = (
     (WEIGHT[1], Config(64, 24, 128, parts=4), False),
 )
 
+# Blocks of a cluster share an operand: of the last cluster, some have a tile beyond the result.
+SHARED = (
+    (DATA[0], Config(64, 80, multicast=2), False),
+    (DATA[0], Config(128, 48, 128, multicast=4), False),
+    (DATA[1], Config(64, 64, multicast=4), False),
+    (FWD[0], Config(64, 96, multicast=2), False),
+    (DATA[0], Config(128, 104, multicast=2), True),
+    (conv_bwd_data("long", Conv(4, 16, 8, (29, 31), (1, 1))), Config(64, 24, multicast=4), False),
+    (WEIGHT[0], Config(64, 80, multicast=3, parts=3), False),
+)
+
 # Several images, with partial tiles of pixels and channels; fwd has a bias. Last, more row tiles
 # than blocks.
 IMAGES = Conv(3, 72, 136, (9, 16), (1, 1))
@@ -68,6 +79,7 @@ PLANES = (
     (conv_bwd_data("images", IMAGES), Config(128, 192)),
     (conv_bwd_data("images", IMAGES).with_params("alpha", alpha=-0.5), Config(128, 96)),
     (conv_bwd_data("long", Conv(40, 16, 8, (16, 20), (1, 1))), Config(64, 64)),
+    (conv_bwd_data("images", IMAGES), Config(64, 128, multicast=2)),
 )
 
 
@@ -91,6 +103,15 @@ def test_transposed(seed: int, case: Case, config: Config) -> None:
         backend = EmulatedBackend(pointwise_gemm(config, swapped=True))
         found = answers(backend, case, tensors, _last(case))
         check(found, wanted, gate, f"seed {seed}, {case.id} {config}")
+
+
+@pytest.mark.parametrize(("case", "config", "swapped"), SHARED, ids=name_of)
+def test_shared(seed: int, case: Case, config: Config, swapped: bool) -> None:
+    tensors, wanted = drawn(seed, case, "bfloat16", "exact")
+    found = answers(
+        EmulatedBackend(pointwise_gemm(config, swapped=swapped)), case, tensors, _last(case)
+    )
+    check(found, wanted, "exact", f"seed {seed}, {case.id} {config}")
 
 
 @pytest.mark.parametrize(("case", "config"), PLANES, ids=name_of)

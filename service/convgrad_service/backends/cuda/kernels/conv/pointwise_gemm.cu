@@ -20,6 +20,8 @@
 //   a workspace, and the last one to arrive reduces them. Any epilogue, strides and result type.
 // REDUCE 2: split-K: grid (tiles, parts), at most a block per multiprocessor. Blocks leave partial sums in a
 //   workspace, and those of a tile each reduce a part of it (pointwise_gemm_grid_reduce.cuh). As REDUCE 1.
+// MULTICAST (REDUCE 0 or 2): `cluster` adjacent blocks, whose tiles have the same columns (TRANSPOSED: rows),
+//   share that operand's k-tiles: they take turns to load one for all. Same sums as without.
 // Shared memory (dynamic, from a multiple of 1,024): pipeline stages; B where RESIDENT; staging buffers or
 //   a reduction's fragments; mbarriers.
 // Preconditions: `counters` are zero.
@@ -47,7 +49,7 @@ __device__ __forceinline__ void clear(Accumulators& accum) {
 __device__ __forceinline__ void mainloop(const SharedLayout& smem, PipelineState& state,
                                                int steps, Accumulators& accum) {
   const int first_row = CONSUMERS == 1 ? 0 : static_cast<int>(threadIdx.x / 128) * kWarpgroupRows;
-  const int lane = threadIdx.x & 31;
+  const int lane = threadIdx.x & 31, sharers = kMulticast ? smem.sharing : 1;
   int previous = -1;  // the stage that wgmmas in flight read
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
@@ -65,14 +67,14 @@ __device__ __forceinline__ void mainloop(const SharedLayout& smem, PipelineState
     }
     wgmma_commit();
     wgmma_wait<1>();
-    if (previous >= 0 && lane == 0) mbarrier_arrive(smem.empty_barrier(previous));
+    if (previous >= 0 && lane < sharers) smem.release(previous, lane);
     previous = state.index;
     state.advance(smem.stages);
   }
   wgmma_wait<0>();
 #pragma unroll
   for (int part = 0; part < kMmasM; ++part) fence_accumulators(accum[part]);
-  if (previous >= 0 && lane == 0) mbarrier_arrive(smem.empty_barrier(previous));
+  if (previous >= 0 && lane < sharers) smem.release(previous, lane);
 }
 
 __device__ __forceinline__ void consume_row_tiles(const PointwiseGemmArgs& args, const SharedLayout& smem,
@@ -90,7 +92,7 @@ __device__ __forceinline__ void consume_row_tiles(const PointwiseGemmArgs& args,
     named_barrier_sync(1, kConsumers);
   }
 #pragma unroll 1
-  for (int tile = work.row; tile < args.row_tiles; tile += work.row_step) {
+  for (int tile = work.row; tile < work.row_end(args); tile += work.row_step) {
     Accumulators accum;
     mainloop(smem, state, work.steps, accum);
     if constexpr (kTransposed) {
@@ -254,6 +256,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   smem.stage0 = base + padding;
   smem.base = reinterpret_cast<char*>(shared) + padding;
   smem.stages = args.stages;
+  if constexpr (kMulticast) smem.sharing = args.cluster;
   smem.resident = align_to_swizzle_atom(smem.stage0 + args.stages * kStageBytes);
   smem.staging =
       align_to_swizzle_atom(smem.resident + (RESIDENT ? args.steps * OperandB::kBytes : 0));
@@ -294,4 +297,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       consume_row_tiles(args, smem, work);
     }
   }
+  leave_cluster();
 }

@@ -24,7 +24,7 @@ struct PointwiseGemmArgs {
   i64 b_pitch;    // between elements of K (MN-major) or columns (K-major), in elements
   float alpha, beta;
   int wide_result, activation;
-  int cluster, parts;  // a tile's K is split among `cluster` blocks of each of `parts` clusters
+  int cluster, parts;  // a tile's K is split among `cluster` blocks of each of `parts` clusters; or MULTICAST's blocks
   int steps_each;      // k-tiles of one of these blocks
   int owned;           // see SplitKReduce
   int slices;          // see reduce_in_grid (REDUCE 2 only)
@@ -47,21 +47,32 @@ struct GemmOperand {
   static_assert(kBoxBytes % (8 * kRowBytes) == 0, "swizzled patterns repeat");
 
   // By one thread: loads k-tile `step` of the operand's rows from `first` on, MN-major those of `image`; in a
-  // single copy if the boxes cover all of the operand's rows (`whole`).
+  // single copy if the boxes cover all of the operand's rows (`whole`). With kMulticast to the blocks `to_blocks`.
+  template <bool kMulticast = false>
   __device__ __forceinline__ static void load(u32 to, const TensorMap& map, u32 barrier, int first,
-                                              int step, int whole, int image = 0) {
+                                              int step, int whole, int image = 0, u32 to_blocks = 0) {
     if constexpr (!kMn) {
 #pragma unroll
       for (int i = 0; i < kBoxes; ++i) {
-        tma_load<2>(to + i * kBoxBytes, map, barrier, {step * kDepth + i * kRowElements, first});
+        box<kMulticast, 2>(to_blocks, to + i * kBoxBytes, map, barrier, {step * kDepth + i * kRowElements, first});
       }
     } else if (whole) {
-      tma_load<3>(to, map, barrier, {0, step * kDepth, first / kRowElements});
+      box<kMulticast, 3>(to_blocks, to, map, barrier, {0, step * kDepth, first / kRowElements});
     } else {
 #pragma unroll 1
       for (int i = 0; i < kBoxes; ++i) {
-        tma_load<3>(to + i * kBoxBytes, map, barrier, {first + i * kRowElements, step * kDepth, image});
+        box<kMulticast, 3>(to_blocks, to + i * kBoxBytes, map, barrier,
+                           {first + i * kRowElements, step * kDepth, image});
       }
+    }
+  }
+  template <bool kMulticast, int kDims>
+  __device__ __forceinline__ static void box(u32 to_blocks, u32 to, const TensorMap& map, u32 barrier,
+                                             const int (&at)[kDims]) {
+    if constexpr (kMulticast) {
+      tma_load_multicast<kDims>(to_blocks, to, map, barrier, at);
+    } else {
+      tma_load<kDims>(to, map, barrier, at);
     }
   }
   // The descriptor for wgmma `i` of a k-tile, from row `first` of the tile on (MN-major: a multiple of 64).

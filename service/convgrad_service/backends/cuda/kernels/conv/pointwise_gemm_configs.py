@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
-from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_tiles import Config
+from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_tiles import Config, Product
 
-__all__ = ["DEEP", "SHALLOW", "USUAL", "every_config"]
+__all__ = ["DEEP", "SHALLOW", "USUAL", "every_config", "sharing"]
 
 SHALLOW, USUAL, DEEP = (16, 32), 64, 128
 """K of a k-tile: shallow ones for short reductions, deep ones for small tiles."""
@@ -71,10 +72,34 @@ IN_GRID: Tiles = {
         128: {64: (16, 24, 32, 64), 128: (24,)},
     },
 }
+# Tiles of STORED whose blocks can share an operand with those of their cluster, and the sizes of
+# such clusters. All tiles, with 64 x 80, and clusters of eight would make 99 layers 0.2 % faster.
+SHARED: Tiles = {
+    "gather": {
+        32: {128: (256,)},
+        64: {
+            64: (32, 128, 160, 256),
+            128: (32, 40, 48, 80, 128, 192),
+            192: (64, 96, 128),
+            256: (80,),
+        },
+        128: {64: (32, 80)},
+    },
+}
+SHARING = (2, 4)
+
+
+def sharing(config: Config, product: Product) -> Iterator[Config]:
+    """Yield the other ways to run a configuration: clusters that share an operand."""
+    if config.reduces or config.resident or not product.shares:
+        return
+    tiles = SHARED.get(product.kind, {}).get(config.depth, {})
+    if config.n in tiles.get(config.m, ()):
+        yield from (replace(config, multicast=blocks) for blocks in SHARING)
 
 
 def every_config(kind: str) -> Iterator[Config]:
-    """Yield one configuration per instance of a `Product.kind`."""
+    """Yield one configuration per instance of a `Product.kind`, but for those of `sharing`."""
     for ways, options in (
         (STORED, {}),
         (RESIDENT, {"resident": True}),

@@ -36,6 +36,9 @@ using Accumulators = float[kMmasM][kFragmentsN][4];
 using Reduce = SplitKReduce<kMmasM * kFragmentsN, CONSUMERS * 4>;
 // How a tile's K is split: among the blocks of clusters, or of the grid.
 constexpr bool kClusterSplit = REDUCE == 1, kGridSplit = REDUCE == 2;
+// Whether the blocks of a cluster, whose tiles have the same columns (transposed: rows), share that operand.
+constexpr bool kMulticast = MULTICAST != 0;
+static_assert(!kMulticast || !(kClusterSplit || RESIDENT), "operands that all blocks load");
 
 // Swizzle atoms of 128-byte rows start at multiples of 1,024.
 __device__ __forceinline__ u32 align_to_swizzle_atom(u32 address) { return (address + 1023) & ~1023u; }
@@ -44,7 +47,7 @@ __device__ __forceinline__ u32 align_to_swizzle_atom(u32 address) { return (addr
 struct SharedLayout {
   u32 stage0, resident, staging, barriers;
   char* base;  // `stage0` as a pointer
-  int stages;
+  int stages, sharing;  // blocks that share an operand
 
   __device__ __forceinline__ char* pointer(u32 address) const { return base + (address - stage0); }
 
@@ -53,6 +56,14 @@ struct SharedLayout {
   __device__ __forceinline__ u32 full_barrier(int stage) const { return barriers + stage * 8; }
   __device__ __forceinline__ u32 empty_barrier(int stage) const { return barriers + (stages + stage) * 8; }
   __device__ __forceinline__ u32 reduce_barrier() const { return barriers + 2 * stages * 8; }
+  // By `sharing` lanes of each warp whose wgmmas have read a stage: frees it for the blocks that load it.
+  __device__ __forceinline__ void release(int stage, int lane) const {
+    if constexpr (kMulticast) {
+      mbarrier_arrive_cluster(empty_barrier(stage), lane);
+    } else {
+      mbarrier_arrive(empty_barrier(stage));
+    }
+  }
 };
 
 // The work of this block: row tiles row, row + row_step, ... of one column tile, and `steps` k-tiles: begin,
@@ -60,9 +71,11 @@ struct SharedLayout {
 struct BlockWork {
   int row, row_step, column, begin, steps, k_step = 1;
   int image_tiles;  // of planes: row tiles of an image
+  int rank = 0;     // among the blocks that share an operand
 
   __device__ __forceinline__ explicit BlockWork(const PointwiseGemmArgs& args) {
     column = blockIdx.y * BN;
+    if constexpr (kMulticast) rank = cluster_rank();
     if constexpr (kGridSplit) {
       // Blocks of one share are neighbours and read the same rows and columns at the same time; shares
       // take k-tiles in turns, so that all blocks read adjacent memory.
@@ -82,9 +95,14 @@ struct BlockWork {
       begin = 0, steps = args.steps;
     }
   }
+  // Blocks that share an operand have equally many row tiles: the last may lie beyond the result.
+  __device__ __forceinline__ int row_end(const PointwiseGemmArgs& args) const {
+    return kMulticast && !kGridSplit ? args.row_tiles + rank : args.row_tiles;
+  }
 };
 
-// The producer of one operand: one thread loads k-tile after k-tile.
+// The producer of one operand: one thread loads k-tile after k-tile. The blocks that share the operand take
+// turns to load one for all.
 template <class Side, bool kRows>
 struct Producer {
   const TensorMap& map;
@@ -92,11 +110,13 @@ struct Producer {
   const int row_tiles, single_copy;
   int row, step = 0;
   PipelineState state{1};
+  int turn = 0;
+  static constexpr bool kShared = kMulticast && kRows == kTransposed;
 
   __device__ __forceinline__ Producer(const PointwiseGemmArgs& args, const BlockWork& work)
       : map(kRows ? args.a_map : args.b_map),
         work(work),
-        row_tiles(args.row_tiles),
+        row_tiles(kMulticast ? work.row_end(args) : args.row_tiles),
         single_copy(kRows ? args.a_whole : args.b_whole),
         row(work.row) {}
   __device__ __forceinline__ bool has_next() const { return row < row_tiles && work.steps > 0; }
@@ -109,6 +129,11 @@ struct Producer {
     if constexpr (kPlanes && kRows) {
       const int image = row / work.image_tiles;
       Side::load(to, map, barrier, (row - image * work.image_tiles) * kExtent, k_tile, 0, image);
+    } else if constexpr (kShared) {
+      if (turn == work.rank) {
+        Side::template load<true>(to, map, barrier, work.column, k_tile, single_copy, 0, (1u << smem.sharing) - 1);
+      }
+      if (++turn == smem.sharing) turn = 0;
     } else {
       Side::load(to, map, barrier, kRows != kTransposed ? row * kExtent : work.column, k_tile, single_copy);
     }
@@ -120,8 +145,22 @@ struct Producer {
 // All threads of the block (and cluster), between the initialisation of the mbarriers and their use.
 __device__ __forceinline__ void sync_block() {
   __syncwarp();
-  __syncthreads();
+  if constexpr (kMulticast) {
+    cluster_arrive();
+    cluster_wait();
+  } else {
+    __syncthreads();
+  }
   if (kClusterSplit) cluster_arrive();
+}
+
+// All threads, last: other blocks have no more use for this one's mbarriers.
+__device__ __forceinline__ void leave_cluster() {
+  if constexpr (kMulticast) {
+    __syncwarp();
+    cluster_arrive();
+    cluster_wait();
+  }
 }
 
 // A producer warp. A's initialises the pipeline's mbarriers and issues its first load before the block
@@ -135,7 +174,7 @@ __device__ __forceinline__ void produce(const PointwiseGemmArgs& args, const Sha
     if constexpr (kRows) {
       for (int i = 0; i < smem.stages; ++i) {
         mbarrier_init(smem.full_barrier(i), RESIDENT ? 1 : 2);
-        mbarrier_init(smem.empty_barrier(i), CONSUMERS * 4);
+        mbarrier_init(smem.empty_barrier(i), (kMulticast ? smem.sharing : 1) * CONSUMERS * 4);
       }
       fence_mbarrier_init();
       fence_proxy_async();
@@ -143,7 +182,7 @@ __device__ __forceinline__ void produce(const PointwiseGemmArgs& args, const Sha
       prefetch_tensor_map(args.b_map);
     }
     wait_on_dependent_grids();
-    if (kRows && producer.has_next()) producer.next(smem);
+    if (kRows && !producer.kShared && producer.has_next()) producer.next(smem);
   }
   sync_block();
   if (elected) {

@@ -14,6 +14,7 @@ from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_configs import (
     SHALLOW,
     USUAL,
     every_config,
+    sharing,
 )
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_rates import GATHER, WGRAD
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_tiles import (
@@ -30,7 +31,10 @@ from convgrad_service.backends.cuda.tuning.correction import MOST_CORRECTED, cor
 from convgrad_service.backends.cuda.tuning.features import features
 from convgrad_service.plans.cuda.device import CudaDevice
 
-__all__ = ["chosen", "line_of", "prepare", "timed"]
+__all__ = ["SHARING", "chosen", "line_of", "prepare", "sharing_line_of", "timed"]
+
+SHARING = "pointwise_gemm_sharing"
+"""The correction of the ways to run a configuration."""
 
 MULTIPROCESSORS = 132
 MOST_RESIDENT_BYTES, MOST_COLUMN_TILES = 100_000, 4
@@ -43,6 +47,8 @@ MOST_SPARE, LEAST_TALL, LEAST_TRANSPOSED = 1.4, 60, 40
 # How much slower than expected transposed tiles may be: their correction is fitted to fewer layers
 # and errs more. Without it, more of the layers that were held out would be slower than before.
 DOUBT = 1.05
+# Configurations that take longer than so many times the fastest are not run in other ways.
+NEAR = 1.3
 # A tensor-core clock in microseconds, and the fewest clocks of a wgmma.
 CLOCK, LEAST_CLOCKS = 1 / 1755, 16
 
@@ -69,11 +75,20 @@ class _Table:
         self.kind = np.tile(np.arange(1.0, kinds + 1), len(alone))
         images = int(kind == "planes")
         a, b = Matrix(1, 1, a_mn), Matrix(1, 1, b_mn)
-        like = Product(a, b, 1, 1, 1, stores=True, images=images)
+        like = Product(a, b, 1, 1, 1, stores=True, swapped=transposed, images=images)
+
+        # The ways to run persistent blocks, by the configuration without.
+        self.shared = [
+            (index, one)
+            for index, config in enumerate(alone if kinds == 1 else ())
+            for one in sharing(config, like)
+        ]
 
         def column(of: Callable[[Config], float]) -> NDArray[np.float64]:
             return np.repeat(np.array([of(config) for config in alone], np.float64), kinds)
 
+        self.shared_of = np.array([index for index, _ in self.shared], np.int64)
+        self.multicast = np.array([one.multicast for _, one in self.shared], np.float64)
         self.m, self.n = column(lambda one: one.m), column(lambda one: one.n)
         self.depth = column(lambda one: one.depth)
         self.cluster = column(lambda one: one.cluster)
@@ -235,6 +250,35 @@ class _Table:
             order=product.swapped,
         )
 
+    def sharing(
+        self, product: Product, order: NDArray[np.int64], seconds: NDArray[np.float64]
+    ) -> tuple[NDArray[np.int64], list[Config], NDArray[np.float64]]:
+        """Return the ways to run the configurations ``order``: the places in ``order``, the
+        configurations, and the `features`."""
+        place = np.full(len(self.configs), -1)
+        place[order] = np.arange(len(order))
+        found = np.flatnonzero(place[self.shared_of] >= 0)
+        of, multicast = self.shared_of[found], self.multicast[found]
+        kept = np.ceil(product.columns / self.n[of])
+        fits = kept * multicast <= self._device.multiprocessors
+        found, of, multicast = found[fits], of[fits], multicast[fits]
+        lines = features(
+            expected_s=seconds[place[of]],
+            rows=product.rows,
+            columns=product.columns,
+            depth=product.depth,
+            m=self.m[of],
+            n=self.n[of],
+            k=self.depth[of],
+            inner=multicast,
+            outer=1,
+            workers=self._device.multiprocessors,
+            moved=product.bytes,
+            kind=0,
+            order=product.swapped,
+        )
+        return place[of], [self.shared[i][1] for i in found], lines
+
 
 @lru_cache(maxsize=16)
 def _table(device: CudaDevice, kind: str, a_mn: bool, b_mn: bool) -> _Table:
@@ -260,30 +304,56 @@ def timed(
     """Return the candidate configurations with their expected seconds, fastest first.
 
     With ``most``, at most that number, with corrected times but in the order of the uncorrected.
+    Then the ways to run those that are nearly the fastest (`sharing`).
     """
     table = _table_of(product, device)
     times, parts = table.times(product, counters)
     order = np.argsort(times, kind="stable")[:most]
     order = order[np.isfinite(times[order])]
-    seconds, parts = times[order] * 1e-6, np.maximum(parts[order], 1)
-    correction = correction_of(f"pointwise_gemm_{product.kind}", device)
-    if most is not None and correction is not None and len(order):
+    expected, parts = times[order] * 1e-6, np.maximum(parts[order], 1)
+    seconds = expected
+    name = f"pointwise_gemm_{product.kind}"
+    correction = None if most is None or not len(order) else correction_of(name, device)
+    if correction is not None:
         seconds = seconds * correction.factors(table.lines(product, order, seconds, parts))
-    return [
+    found = [
         (float(time_s), replace(table.configs[i], parts=int(part)))
         for i, time_s, part in zip(order, seconds, parts, strict=True)
     ]
+    ways = correction_of(SHARING, device) if product.shares and len(order) else None
+    if ways is not None:
+        near = seconds <= NEAR * seconds.min()
+        places, configs, lines = table.sharing(product, order[near], expected[near])
+        seconds = seconds[near][places] * ways.factors(lines)
+        found += zip(seconds.tolist(), configs, strict=True)
+    return found
 
 
 def line_of(
     product: Product, device: CudaDevice, config: Config, time_s: float
 ) -> NDArray[np.float64]:
-    """Return the `features` of one configuration."""
+    """Return the `features` of one configuration, or of that which it is a way to run."""
     table = _table_of(product, device)
-    index = table.configs.index(replace(config, parts=2 if config.in_grid else 1))
+    index = table.configs.index(_stored_as(config))
     order, times, parts = np.array([index]), np.array([time_s]), np.array([config.parts])
     found: NDArray[np.float64] = table.lines(product, order, times, parts)[0]
     return found
+
+
+def sharing_line_of(
+    product: Product, device: CudaDevice, config: Config, time_s: float
+) -> NDArray[np.float64] | None:
+    """Return the `features` of a way to run a configuration, which takes ``time_s``; None if
+    ``config`` is no such way."""
+    table = _table_of(product, device)
+    index = table.configs.index(_stored_as(config))
+    _, ways, lines = table.sharing(product, np.array([index]), np.array([time_s]))
+    return lines[ways.index(config)] if config in ways else None
+
+
+def _stored_as(config: Config) -> Config:
+    """Return the table's configuration for it."""
+    return replace(config, parts=2 if config.in_grid else 1, multicast=1)
 
 
 @lru_cache(maxsize=1024)

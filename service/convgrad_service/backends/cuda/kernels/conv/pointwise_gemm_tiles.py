@@ -26,7 +26,7 @@ ROW_BYTES = (32, 64, 128)
 """Row lengths in shared memory, which are also the swizzle widths."""
 CLUSTERS = {1: 132, 2: 66, 3: 39, 4: 30, 6: 17, 8: 15}
 """Concurrent clusters of an H200 by cluster size, with one block per SM."""
-NAME = re.compile(r"(\d+)x(\d+)(?:d(\d+))?(r?)(?:_k(\d+))?(?:/(\d+))?")
+NAME = re.compile(r"(\d+)x(\d+)(?:d(\d+))?(r?)(?:m(\d))?(?:_k(\d+))?(?:/(\d+))?")
 """A configuration's name."""
 ITEM_BYTES = 2
 WARPGROUP, PRODUCERS = 128, 64
@@ -106,6 +106,11 @@ class Product:
         return self.stores and self.swapped
 
     @property
+    def shares(self) -> bool:
+        """Whether `sharing` was measured: gradients of the input, channels last."""
+        return self.stores and not self.images and self.a.mn != self.b.mn
+
+    @property
     def kind(self) -> str:
         """The name of its cost model's correction."""
         if self.images:
@@ -127,6 +132,8 @@ class Config:
     over column tiles) and TMA stores results (REDUCE 0); with ``resident``, B is loaded once. With
     ``cluster`` 0 and more ``parts``, K is split among that many blocks of the grid (REDUCE 2).
     Otherwise K is split among the blocks of a cluster, and among ``parts`` clusters (REDUCE 1).
+    With ``multicast``, clusters of so many blocks share the operand that their tiles have in
+    common.
     """
 
     m: int
@@ -135,10 +142,12 @@ class Config:
     cluster: int = 0
     parts: int = 1
     resident: bool = False
+    multicast: int = 1
 
     def __str__(self) -> str:
         name = f"{self.m}x{self.n}" + (f"d{self.depth}" if self.depth != 64 else "")
         name += "r" * self.resident
+        name += f"m{self.multicast}" if self.multicast > 1 else ""
         if self.cluster:
             name += f"_k{self.cluster}"
         return name + (f"/{self.parts}" if self.parts > 1 else "")
@@ -149,8 +158,16 @@ class Config:
         found = NAME.fullmatch(name)
         if found is None:
             return None
-        m, n, depth, cluster, parts = (int(found[i] or 0) for i in (1, 2, 3, 5, 6))
-        return cls(m, n, depth or 64, cluster, parts or 1, resident=bool(found[4]))
+        m, n, depth, cluster, parts = (int(found[i] or 0) for i in (1, 2, 3, 6, 7))
+        return cls(
+            m,
+            n,
+            depth or 64,
+            cluster,
+            parts or 1,
+            resident=bool(found[4]),
+            multicast=int(found[5] or 1),
+        )
 
     @property
     def consumers(self) -> int:
@@ -253,7 +270,10 @@ class Config:
             return self.splits, columns, rows
         if product.transposed:
             rows, columns = columns, rows
-        return min(rows, max(1, device.multiprocessors // columns)), columns, 1
+        # Clusters that share an operand are of neighbouring tiles.
+        together = CLUSTERS[self.multicast] * device.multiprocessors // CLUSTERS[1]
+        clusters = min(ceil_div(rows, self.multicast), max(1, together // columns))
+        return clusters * self.multicast, columns, 1
 
     def stage_bytes(self, product: Product) -> int:
         a = self.side_bytes(product.a, self.m)
@@ -293,6 +313,7 @@ class Config:
             "DEPTH": self.depth,
             "REDUCE": 2 if self.in_grid else int(self.cluster > 0),
             "RESIDENT": int(self.resident),
+            "MULTICAST": int(self.multicast > 1),
             "BUFFERS": self.buffers(product),
             "TRANSPOSED": int(product.transposed),
             "PLANES": int(product.images > 0),

@@ -72,6 +72,24 @@ def test_tiles_of_few_waves_are_transposed() -> None:
     assert step.instance in INSTANCES
 
 
+def test_blocks_of_a_cluster_share_weights() -> None:
+    # 25,088 pixels: 196 tiles of 128 x 80, in clusters of four, of which 30 run at a time.
+    work = pointwise(128, (80, 480), 14, "bwd_data")
+    product, _ = products_of(work)
+    found = [config for _, config in timed(product, H200, COUNTERS) if config.multicast > 1]
+    config = Config(128, 80, multicast=4)
+    assert config in found
+    for one in found:
+        assert Config.named(str(one)) == one
+        assert one.stages(product, H200) >= min(3, one.steps_each(product))
+    (step,) = PointwiseGemm(config).launches(work, H200).steps
+    assert isinstance(step, Launch)
+    assert (step.grid, step.cluster) == ((120, 1, 1), 4)
+    assert step.instance in INSTANCES
+    forward, *_ = products_of(pointwise(128, (80, 480), 14))
+    assert all(config.multicast == 1 for _, config in timed(forward, H200, COUNTERS))
+
+
 def test_only_rounded_sums_are_transposed() -> None:
     scaled = replace(pointwise(8, (64, 64), 28, "bwd_data"), alpha=2.0)
     assert [product.kind for product in products_of(scaled)] == ["gather"]
