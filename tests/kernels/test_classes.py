@@ -9,31 +9,13 @@ import pytest
 from convgrad_service.backends.base import Backend
 from convgrad_service.backends.cuda.families import FAMILIES
 from tests.emulator.backend import EmulatedBackend, works_here
-from tests.support.kernels.harness import answers, check, with_layouts
-from tests.support.numerics.arrays import DTYPES, draw, integers, normals, rng_for
+from tests.support.kernels.harness import with_layouts
+from tests.support.kernels.random_layers import check_class
 from tests.support.numerics.cases import FROM_CONV, Case
 from tests.support.numerics.classes import CLASSES
-from tests.support.numerics.oracle import TF32, expected
 
 # Weights: the dtypes that networks are trained in are drawn most often.
 SHARES = {"bfloat16": 4, "float16": 2, "float32": 3, "float64": 1}
-
-
-def check_class(
-    backend: Backend, case: Case, dtype: str, layout: str | None, high: bool, seed: int
-) -> None:
-    """Check integers for equality, and normal numbers within the error bound."""
-    rng = rng_for(seed, case.id)
-    c = TF32 if high and backend.name != "cpu" else 0.0
-    if high and "pool" not in case.operation:
-        case = case.with_params("high", precision="high")
-    # silu of an integer is no integer, and neither is an average.
-    inexact = "silu" in case.params.values() or "avg" in case.operation
-    for gate, numbers in (("bounded" if inexact else "exact", integers), ("bounded", normals)):
-        tensors = draw(case, rng, DTYPES[dtype], numbers)
-        wanted = expected(case.operation, tensors, case.params)
-        found = answers(backend, case, tensors, layout)
-        check(found, wanted, gate, f"seed {seed}, {layout}, {dtype}, {case}", c)
 
 
 def _layout(case: Case, rng: Random) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from convgrad_service.backends.cpu import CpuBackend
-from convgrad_service.backends.cpu.library import LEVEL_NAMES, load
+from tests.support.kernels.cpu_levels import LEVELS
 from tests.support.kernels.harness import answers, check, drawn, with_layouts
 from tests.support.numerics.arrays import DTYPES
 from tests.support.numerics.cases import FROM_CONV, FUSED, Case, conv_cases, pool_cases
@@ -19,14 +19,6 @@ CASES = [
         for case in pool_cases(f"maxpool{n}d_{way}")
     ),
     *FUSED,
-]
-BEST = load().level
-# A CPU runs every level below its own; a higher one would crash the process.
-LEVELS = [
-    name
-    for names in LEVEL_NAMES.values()
-    if BEST in names.values()
-    for name in list(names.values())[: list(names.values()).index(BEST)]
 ]
 
 

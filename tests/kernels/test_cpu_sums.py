@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 
 from convgrad_service.backends.cpu import CpuBackend
-from convgrad_service.backends.cpu.library import load
-from tests.kernels.test_cpu_levels import LEVELS
+from tests.support.kernels.cpu_levels import BEST, LEVELS
 from tests.support.kernels.harness import answers, drawn
 from tests.support.numerics.bounds import assert_same_bits
 from tests.support.numerics.cases import Case, conv_bwd_data, conv_fwd, grouped_conv_bwd_weight
@@ -51,7 +50,7 @@ CASES = [
 LAYOUTS = {1: ("NCW", "NWC"), 2: ("NCHW", "NHWC")}
 
 
-@pytest.mark.parametrize("level", [load().level, *LEVELS])
+@pytest.mark.parametrize("level", [BEST, *LEVELS])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_long_sums(seed: int, case: Case, level: str) -> None:
     tensors, wanted = drawn(seed, case, "float32", "bounded")

@@ -9,8 +9,8 @@ import pytest
 from convgrad_service.backends.cpu import CpuBackend
 from convgrad_service.backends.cpu.arguments import Buffer
 from convgrad_service.backends.cpu.threads import Workspaces
-from tests.kernels.test_classes import check_class
 from tests.support.kernels.harness import with_layouts
+from tests.support.kernels.random_layers import check_class
 from tests.support.numerics.cases import conv_backward
 from tests.support.numerics.classes import CLASSES
 from tests.support.numerics.geometries import Conv

@@ -132,14 +132,17 @@ def gather_tiles(
     def slab_bytes(td: int, th: int, tw: int) -> int:
         return images * d.slab(td) * h.slab(th) * w.slab(tw) * pixel * sum_bytes
 
-    def fits(td: int, th: int, tw: int, limit: int = SLAB_BYTES) -> bool:
-        packed = images * d.read(td) * h.read(th) * w.slab(tw) * pixel * sum_bytes
-        return packed <= limit and slab_bytes(td, th, tw) <= GAPS_BYTES
+    def fits(td: int, th: int, tw: int) -> bool:
+        return slab_bytes(td, th, tw) <= SLAB_BYTES
+
+    def row_fits(tw: int) -> bool:
+        packed = images * d.read(1) * h.read(1) * w.slab(tw) * pixel * sum_bytes
+        return packed <= ROW_BYTES and slab_bytes(1, 1, tw) <= GAPS_BYTES
 
     outer = -(-dense.batch // images) * dense.groups
     wanted = TASKS_PER_THREAD * threads
     td, th, tw = 1, 1, w.steps
-    while tw > 28 and not fits(td, th, tw, ROW_BYTES):
+    while tw > 28 and not row_fits(tw):
         tw = -(-tw // 2)
     while tw == w.steps and th < h.steps and fits(td, th + 1, tw):
         th += 1

@@ -26,18 +26,18 @@ from convgrad_service.process import usable_cores
 def test_a_workspace_is_aligned_and_used_again() -> None:
     spaces = Workspaces(keep_bytes=1 << 20)
     first = spaces.take(1000)
-    address = first.ctypes.data
-    assert first.size >= 1000
+    address = first.address
+    assert first.size_bytes >= 1000
     assert address % 64 == 0
     spaces.give(first)
-    assert spaces.take(500).ctypes.data == address
+    assert spaces.take(500).address == address
 
 
 def test_no_more_is_kept_than_allowed() -> None:
     spaces = Workspaces(keep_bytes=100_000)
     for buffer in [spaces.take(size) for size in (90_000, 50_000, 40_000, 30_000, 500_000)]:
         spaces.give(buffer)
-    kept = sum(buffer.size for buffer in spaces._free)
+    kept = sum(buffer.size_bytes for buffer in spaces._free)
     assert 0 < kept <= 100_000
 
 
