@@ -63,6 +63,8 @@ class DepthwiseDirect(Solver[ConvWork, DirectLayout]):
 
     def __init__(self, layout: DirectLayout | None = None, *, in_planes: bool = False) -> None:
         self._layout, self._in_planes = layout, in_planes
+        if in_planes:
+            self.name = f"{self.name}_planes"
 
     def solve(self, work: ConvWork, device: CudaDevice) -> DirectLayout | str:
         work = turned(work)
@@ -99,7 +101,7 @@ class DepthwiseDirect(Solver[ConvWork, DirectLayout]):
         )
         # All layouts with the whole kernel add in the same order, and so do all others.
         return Fragment(
-            f"{self.name}_{work.direction}" + ("_planes" if self._in_planes else ""),
+            f"{self.name}_{work.direction}",
             tuple(launches),
             expected_s=expected_s(work, device, layout),
             order="whole" if layout.rows and not layout.line else "by rows",

@@ -108,6 +108,8 @@ class DepthwiseWeightRows(Solver[ConvWork, RowsLayout]):
 
     def __init__(self, layout: RowsLayout | None = None, *, in_planes: bool = False) -> None:
         self._layout, self._in_planes = layout, in_planes
+        if in_planes:
+            self.name = f"{self.name}_planes"
 
     def solve(self, work: ConvWork, device: CudaDevice) -> RowsLayout | str:
         work = turned(work)
@@ -161,8 +163,7 @@ class DepthwiseWeightRows(Solver[ConvWork, RowsLayout]):
         )
         order = f"{tile.columns} columns, {layout.slots} slots, {blocks} blocks"
         expected = expected_s(work, device, layout)
-        name = f"{self.name}_planes" if self._in_planes else self.name
-        return Fragment(name, (launch,), partials, expected_s=expected, order=order)
+        return Fragment(self.name, (launch,), partials, expected_s=expected, order=order)
 
     def instances(self) -> Iterable[Instance]:
         return [
