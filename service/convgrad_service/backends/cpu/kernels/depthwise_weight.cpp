@@ -223,8 +223,9 @@ void contract(const PlanarArgs& args, Control* control, void* scratch) {
       const Vectors<T> vectors{ceil_div(tile.groups, L), tile.groups, direct};
       const i64 several = blocks_together(vectors.count);
       const i64 columns = tile.extent[2], together = columns_together(columns);
-      // Columns past the end of a row must not read what is not in the block.
-      const i64 width = least(args.src_size[2], first[2] + extent[2]);
+      // Columns past the end of a row must not read what is not in the block, which may be padding
+      // alone.
+      const i64 width = most(0, least(args.src_size[2], first[2] + extent[2]));
       for (i64 v0 = 0; v0 < tile.extent[0]; ++v0) {
         for (i64 v1 = 0; v1 < tile.extent[1]; ++v1) {
           const i64 t[2] = {tile.start[0] + v0, tile.start[1] + v1};
