@@ -16,6 +16,7 @@ import hashlib
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 import tempfile
@@ -54,8 +55,9 @@ def describe(rows: Sequence[Mapping[str, Any]], *, compiled: bool) -> list[Code]
     from convgrad_service.plans.cuda.device import H200
     from convgrad_service.plans.cuda.planner import plan_for
     from convgrad_service.plans.cuda.program import Launch
-    from tests.perf.layer_problems import problem_of
 
+    # Of this tree, as older ones have it elsewhere.
+    problem_of = runpy.run_path(str(ROOT / "tests/perf/layer_problems.py"))["problem_of"]
     layers = {layer["name"]: layer for layer in json.loads(SUITE.read_text(encoding="utf-8"))}
     with tempfile.TemporaryDirectory() as folder:
         compiler = Compiler(find_nvrtc(), H200.architecture, Path(folder))
