@@ -43,7 +43,7 @@ from convgrad_service.backends.cuda.sources import source_hash
 from convgrad_service.plans.cuda.planner import plan_for
 from convgrad_service.plans.cuda.program import CudaPlan, Launch
 from tests.perf.gpu_layers import Case, Tensors, cases_of, torch_dtype
-from tests.perf.stale import stale_keys
+from tests.perf.stale import standing_keys
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results" / "gpu.jsonl"
@@ -269,7 +269,7 @@ def main() -> None:
     parser.add_argument("--precision", choices=("high", "highest"), default="high")
     parser.add_argument("--samples", type=int, default=22)
     parser.add_argument("--git-sha", help="of the tree, where there is no git to ask")
-    parser.add_argument("--stale", action="store_true", help="only rows older than their kernels")
+    parser.add_argument("--stale", action="store_true", help="only rows missing or out of date")
     parser.add_argument("--no-peer", action="store_true")
     parser.add_argument("--results", type=Path, default=RESULTS)
     given = parser.parse_args()
@@ -282,7 +282,7 @@ def main() -> None:
     ]
     bench = Bench(given.samples)
     where = facts(given.git_sha)
-    stale = stale_keys(given.results, key_of) if given.stale else set()
+    standing = standing_keys(given.results, key_of) if given.stale else set()
     lines = []
     for dtype in given.dtypes:
         tf32 = given.precision == "high"
@@ -295,7 +295,7 @@ def main() -> None:
                         case = replace(case, problem=replace(problem, precision="highest"))
                     precision = "highest" if case.true_float32 else None
                     key = case.op, layer["name"], dtype, layout, precision
-                    if given.stale and key not in stale:
+                    if key in standing:
                         continue
                     plan = plan_for(case.problem, bench.device, FAMILIES)
                     bench.compile([plan])

@@ -37,7 +37,7 @@ from convgrad_service.problems import Problem
 from tests.perf.bench_gpu import TOLERANCE, Bench, error_of, facts, outputs_of, sources_of
 from tests.perf.gpu_layers import Case, cases_of
 from tests.perf.layer_problems import problem_of
-from tests.perf.stale import stale_keys
+from tests.perf.stale import standing_keys
 
 HERE = Path(__file__).resolve().parent
 SUITE, RESULTS = HERE / "suite" / "networks.json", HERE / "results" / "networks.jsonl"
@@ -109,11 +109,11 @@ def no_longer_hold(
     """Rows that are not stored, or whose kernels have changed or are not chosen any more."""
     rows = map(json.loads, results.read_text(encoding="utf-8").splitlines())
     kernels = {key_of(row): row["kernel"] for row in rows}
-    stale = stale_keys(results, key_of)
+    standing = standing_keys(results, key_of)
     pairs = [
         (one, plan)
         for one, plan in zip(wanted, plans, strict=True)
-        if one.key in stale or kernels.get(one.key) != plan.kernel
+        if one.key not in standing or kernels.get(one.key) != plan.kernel
     ]
     return [one for one, _ in pairs], [plan for _, plan in pairs]
 

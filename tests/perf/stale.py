@@ -24,7 +24,7 @@ from convgrad_service.plans.cuda.device import H200
 from convgrad_service.plans.cuda.planner import plan_for
 from tests.perf.layer_problems import problem_of
 
-__all__ = ["BENCHES", "stale_keys", "stale_rows", "why_stale"]
+__all__ = ["BENCHES", "standing_keys", "stale_rows", "why_stale"]
 
 RESULTS = Path(__file__).resolve().parent / "results"
 SUITE = Path(__file__).resolve().parent / "suite" / "networks.json"
@@ -78,12 +78,14 @@ def stale_rows(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     return found
 
 
-def stale_keys(
+def standing_keys(
     path: Path, key_of: Callable[[Mapping[str, Any]], tuple[Any, ...]]
 ) -> set[tuple[Any, ...]]:
-    """The keys of a file's rows that no longer hold."""
+    """The keys of a file's rows that still hold."""
+    if not path.exists():
+        return set()
     rows = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-    return {key_of(row) for row in rows if why_stale(row) is not None}
+    return {key_of(row) for row in rows if why_stale(row) is None}
 
 
 def main(given: Sequence[str] | None = None) -> int:
