@@ -45,6 +45,8 @@ BATCHES = (1, 8, 32, 128)
 GRADIENTS = ("conv_bwd_data", "grouped_conv_bwd_weight")
 # Plans made by one process at a time, and by how many.
 CHUNK, PROCESSES = 8, 16
+# A run that is ended loses at most so many rows.
+STORED_EVERY = 20
 # Of the peer's time over ours: what the summary counts as slower.
 SLOWER = (0.97, 0.95, 0.85)
 # Both results are rounded.
@@ -249,6 +251,10 @@ def main() -> None:
     planned_s = time.monotonic()
     bench.compile(plans)
     compiled_s = time.monotonic()
+    print(
+        f"{len(wanted)} to measure, after {planned_s - started_s:.0f} s of planning and "
+        f"{compiled_s - planned_s:.0f} s of compiling"
+    )
     where = facts(given.git_sha)
     lines: list[dict[str, Any]] = []
     wrong: list[str] = []
@@ -260,12 +266,11 @@ def main() -> None:
             lines.append(measure(bench, one, plan, given) | where)
         except WrongResult as error:
             wrong.append(str(error))
+        if len(lines) % STORED_EVERY == 0:
+            store(lines, given.results)
     store(lines, given.results)
     show(lines)
-    print(
-        f"\n{len(lines)} measured in {time.monotonic() - compiled_s:.0f} s, after "
-        f"{planned_s - started_s:.0f} s of planning and {compiled_s - planned_s:.0f} s of compiling"
-    )
+    print(f"\n{len(lines)} measured in {time.monotonic() - compiled_s:.0f} s")
     if wrong:
         raise SystemExit("\n".join(wrong))
 
