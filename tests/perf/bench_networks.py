@@ -42,6 +42,9 @@ from tests.perf.stale import standing_keys
 HERE = Path(__file__).resolve().parent
 SUITE, RESULTS = HERE / "suite" / "networks.json", HERE / "results" / "networks.jsonl"
 BATCHES = (1, 8, 32, 128)
+# Networks of videos, sounds and large images fill a GPU at smaller batches.
+LARGEST_BATCH = {"tvv:r2plus1d_18": 32, "tvv:r3d_18": 32, "ta:wav2vec2_base": 32}
+LARGEST_BATCH |= {"tvs:deeplabv3_resnet50": 32}
 GRADIENTS = ("conv_bwd_data", "grouped_conv_bwd_weight")
 # Plans made by one process at a time, and by how many.
 CHUNK, PROCESSES = 8, 16
@@ -101,6 +104,7 @@ def wanted_of(given: argparse.Namespace) -> list[Wanted]:
         for layout in given.layouts
         for batch in given.batches
         for layer in layers
+        if any(batch <= LARGEST_BATCH.get(network, batch) for network in layer["networks"])
         for op in given.ops
     ]
 
