@@ -49,6 +49,8 @@ MOST_ALONG = 2**16 - 1
 MOST_WORDS, MOST_ROW_WORDS = 64, 32
 # With a whole kernel that leaves few registers.
 FEW_WORDS = 28
+# Blocks of an SM whose threads hold more than MOST_WORDS of a row and sums, so that none spill.
+FEWER_BLOCKS = 3
 
 
 DepthwiseDirectArgs = structure("depthwise/depthwise_direct.cuh", "DepthwiseDirectArgs")
@@ -203,6 +205,8 @@ def _instance(dtype: DType, backward: bool, layout: DirectLayout) -> Instance:
         ahead = max(1, MOST_WORDS // read)
     else:
         ahead = max(2, min(layout.kernel, MOST_ROW_WORDS // read))
+    by_rows = layout.line or not layout.rows
+    crowded = by_rows and ahead * read + layout.columns * layout.vector > MOST_WORDS
     return Instance.of(
         "depthwise/depthwise_direct.cu",
         ELEMENT=dtype,
@@ -210,6 +214,6 @@ def _instance(dtype: DType, backward: bool, layout: DirectLayout) -> Instance:
         **macros_of(layout, "kernel", "stride", "rows", "columns", "vector"),
         AHEAD=ahead,
         THREADS=THREADS,
-        BLOCKS=BLOCKS,
+        BLOCKS=FEWER_BLOCKS if crowded else BLOCKS,
         BACKWARD=backward,
     )
