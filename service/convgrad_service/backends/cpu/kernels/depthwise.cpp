@@ -4,7 +4,7 @@
 // sums all taps of a block of up to eight columns of a result row in registers, vector by vector.
 // In a run of taps, each source vector is loaded once for all columns that use it. The sums are
 // stored through the epilogue if source and result are accessed in place, else in a block that is
-// unpacked at the end.
+// unpacked at the end. Large results that are accessed in place are written past the caches.
 //
 // Requires: PlanarArgs with one input and output channel per group; tile and scratch from
 // plans/cpu_depthwise.py. Deterministic: each element is one chain of multiply-adds in the order of
@@ -62,7 +62,22 @@ struct Target {
   i64 columns;
   const Epilogue<T>* epilogue;  // null: sums are stored as they are
   const T* bias;                // of the task's first channel
+  bool streams;                 // past the caches; all vectors are aligned
 };
+
+// Whether a result is so large that to read its lines into the caches before they are written costs
+// more than it helps who reads the result.
+template <class T>
+bool is_streamed(const PlanarArgs& args) {
+  i64 elements = args.batch * args.groups;
+  bool aligned = reinterpret_cast<u64>(args.dst.data) % sizeof(Vec<T>) == 0 &&
+                 args.groups % kLanes<T> == 0 && args.dst.stride[0] % kLanes<T> == 0;
+  for (int d = 0; d < 3; ++d) {
+    elements *= args.dst_size[d];
+    aligned = aligned && args.dst.stride[3 + d] % kLanes<T> == 0;
+  }
+  return aligned && elements * static_cast<i64>(sizeof(T)) >= kStreamedBytes;
+}
 
 template <class T, int Q>
 __attribute__((noinline)) void finish_sums(const Epilogue<T>& epilogue, const T* bias,
@@ -103,7 +118,11 @@ void blocks_of_sums(const Met<T>& met, i64 blocks, const Vectors<T>& vectors, co
 #pragma clang loop unroll(full)
         for (int q = 0; q < Q; ++q) sum[q] = finished[q];
       }
-      if (lanes == L && (inside || to.columns == Q)) {
+      const bool whole = lanes == L && (inside || to.columns == Q);
+      if (whole && to.streams) {
+#pragma clang loop unroll(full)
+        for (int q = 0; q < Q; ++q) stream_raw(out + q * column, sum[q]);
+      } else if (whole) {
 #pragma clang loop unroll(full)
         for (int q = 0; q < Q; ++q) store_raw(out + q * column, sum[q]);
       } else {
@@ -186,6 +205,7 @@ void correlate(const PlanarArgs& args, Control* control, void* scratch) {
   const bool direct = !adds && in_place<E>(args, args.src) && in_place<E>(args, args.dst);
   const bool finishes = direct && (epilogue.scales || epilogue.activation != kNone ||
                                    args.bias.data != nullptr);
+  const bool streams = direct && is_streamed<T>(args);
   i64 positions = 1;
   for (int d = 0; d < 3; ++d) {
     positions *= (args.tile[d] - 1) * args.src_step[d] + runs.high[d] - runs.low[d] + 1;
@@ -262,7 +282,7 @@ void correlate(const PlanarArgs& args, Control* control, void* scratch) {
                              args.src_size[2]};
             const Target<T> to{result.at(i0, i1, start[2] + phase + at * args.dst_step[2]),
                                result.step[2] * args.dst_step[2], valid,
-                               finishes ? &epilogue : nullptr, bias + tile.group};
+                               finishes ? &epilogue : nullptr, bias + tile.group, streams};
             if (n > 0) {
               any_blocks<T, true>(together, taps, row, n, vectors, own, args.taps * L, to);
             } else {
@@ -287,6 +307,7 @@ void correlate(const PlanarArgs& args, Control* control, void* scratch) {
       }
     }
   }
+  if (streams) finish_streams();
 }
 
 }  // namespace
