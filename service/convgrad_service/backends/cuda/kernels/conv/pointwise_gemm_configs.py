@@ -12,15 +12,13 @@ __all__ = ["DEEP", "SHALLOW", "USUAL", "every_config", "sharing"]
 SHALLOW, USUAL, DEEP = (16, 32), 64, 128
 """K of a k-tile: shallow ones for short reductions, deep ones for small tiles."""
 
-# M and N of tiles by `Product.menu` and the K of a k-tile. They are those of all measured and tuned
-# layers, and of 700 instances those that shorten 8,500 products of networks' and random layers the
-# most. All 700 are expected to make gradients of the input 0.6 % faster (at most 29 %), weight
-# gradients 0.2 % (24 %) and forward passes 1.9 % (38 %).
+# M and N of tiles by `Product.menu` and the K of a k-tile: those of all measured and tuned layers, and
+# of others that shorten 8,500 products of networks' and random layers the most (docs/kernels.md).
 Tiles = Mapping[str, Mapping[int, Mapping[int, tuple[int, ...]]]]
 # Blocks are persistent and TMA stores results.
 STORED: Tiles = {
     "gather": {
-        16: {128: (16, 32, 192)},
+        16: {128: (16, 32, 64, 128, 192)},
         32: {64: (32, 64, 80), 128: (24, 64, 192)},
         64: {
             64: (16, 24, 32, 48, 64, 96, 128, 160, 192, 256),
@@ -65,9 +63,8 @@ RESIDENT: Tiles = {
         32: {64: (160,), 128: (16, 48, 80)},
         64: {64: (32, 48), 128: (16, 80, 96, 160)},
     },
-    "planes_forward": {
-        64: {128: (32,)},
-    },
+    "planes": {64: {128: (32, 64, 96, 128)}},
+    "planes_forward": {64: {128: (32, 64, 96, 128)}},
 }
 # The blocks of a cluster split K. Also for results that TMA cannot store.
 IN_CLUSTER: Tiles = {
