@@ -12,8 +12,8 @@ __all__ = ["DEEP", "SHALLOW", "USUAL", "every_config", "sharing"]
 SHALLOW, USUAL, DEEP = (16, 32), 64, 128
 """K of a k-tile: shallow ones for short reductions, deep ones for small tiles."""
 
-# M and N of tiles by `Product.menu` and the K of a k-tile: those of all measured and tuned layers, and
-# of others that shorten 8,500 products of networks' and random layers the most (docs/kernels.md).
+# M and N of tiles by `Product.menu` and the K of a k-tile: those of all measured and tuned layers,
+# and others that shorten 8,500 products of networks' and random layers the most (docs/kernels.md).
 Tiles = Mapping[str, Mapping[int, Mapping[int, tuple[int, ...]]]]
 # Blocks are persistent and TMA stores results.
 STORED: Tiles = {
