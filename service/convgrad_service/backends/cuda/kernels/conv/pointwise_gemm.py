@@ -178,7 +178,7 @@ class PointwiseGemm:
             _instance(dtype, one, product): None
             for dtype in IN_16_BITS
             for product in products
-            for config in every_config(product.kind)
+            for config in every_config(product.menu)
             for one in (config, *sharing(config, product))
         }
         return list(found)

@@ -64,18 +64,18 @@ class _Table:
         wgrad, transposed = kind == "weight", kind == "transposed"
         self._device, self._wgrad, self._transposed = device, wgrad, transposed
         self._rates = rates = WGRAD if wgrad else GATHER
+        images = int(kind == "planes")
+        a, b = Matrix(1, 1, a_mn), Matrix(1, 1, b_mn)
+        like = Product(a, b, 1, 1, 1, stores=True, swapped=transposed, images=images)
         # Each configuration is repeated for the numbers of parts that `times` tries.
         kinds = 3 if wgrad else 1
         alone = [
             replace(config, cluster=cluster) if cluster > 1 else config
-            for config in every_config(kind)
+            for config in every_config(like.menu)
             for cluster in (CLUSTERS if config.cluster else (0,))
         ]
         self.configs = [config for config in alone for _ in range(kinds)]
         self.kind = np.tile(np.arange(1.0, kinds + 1), len(alone))
-        images = int(kind == "planes")
-        a, b = Matrix(1, 1, a_mn), Matrix(1, 1, b_mn)
-        like = Product(a, b, 1, 1, 1, stores=True, swapped=transposed, images=images)
 
         # The ways to run persistent blocks, by the configuration without.
         self.shared = [

@@ -118,6 +118,12 @@ class Product:
         return "transposed" if self.transposed else "weight" if self.a.mn else "gather"
 
     @property
+    def menu(self) -> str:
+        """The name of its configurations: its kind, and whether it is forward."""
+        weight = self.a if self.transposed else self.b
+        return self.kind if weight.mn else f"{self.kind}_forward"
+
+    @property
     def bytes(self) -> int:
         """Bytes that must be read and written."""
         elements = (self.rows + self.columns) * self.depth + self.rows * self.columns

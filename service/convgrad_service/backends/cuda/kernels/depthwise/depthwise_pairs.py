@@ -41,9 +41,9 @@ STAGES = 4
 # fitted to sweeps on an H200.
 START_ROWS = 3
 ALONE = 0.65
-# For 3x3 kernels: by stride, the least fraction of strip columns that are not padding; and the
-# elements of the result, times the square of the stride, below which other families are faster.
-FULL = {1: 0.85, 2: 0.9}
+# For 3x3 kernels with stride 1: the least fraction of strip columns that are not padding, and the
+# elements of the result below which other families are faster.
+FULL = 0.85
 FEW = 2**19
 # The most divisions of an image's rows to try, besides equal shares.
 MOST_PARTS = 16
@@ -112,10 +112,7 @@ PAIR_TILES = (
     PairTile(7, 1, 3, 2, pairs=2, blocks=4, finishing=3, cost=1.15),
     PairTile(9, 1, 3, 2, pairs=1, blocks=2),
     PairTile(13, 1, 4, 2, pairs=1, blocks=1),
-    PairTile(3, 2, 1, 6, blocks=2),
-    PairTile(3, 2, 1, 4, blocks=3),
     PairTile(5, 2, 1, 6, blocks=2),
-    PairTile(5, 2, 1, 4, blocks=3),
 )
 
 
@@ -311,14 +308,14 @@ def _result(work: ConvWork, plane: Plane) -> tuple[tuple[int, int], tuple[int, i
 
 def _why_not_full(work: ConvWork, plane: Plane) -> str | None:
     """Return why FMAs, with narrower strips, are expected to be faster for 3x3 kernels."""
-    if plane.kernel != (3, 3) or plane.dilation != (1, 1):
+    if plane.kernel != (3, 3) or plane.dilation != (1, 1) or plane.stride != 1:
         return None
     height, width = _result(work, plane)[0]
     strips = ceil_div(width, STRIP_COLUMNS)
-    if width < FULL[plane.stride] * strips * STRIP_COLUMNS:
+    if width < FULL * strips * STRIP_COLUMNS:
         return f"{width} columns leave much of {strips} strips of {STRIP_COLUMNS} empty"
     elements = plane.batch * height * width * work.groups
-    if elements < FEW * plane.stride**2:
+    if elements < FEW:
         return f"{elements} elements; other families are faster on few"
     return None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import gcd
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
@@ -44,8 +45,9 @@ MOST_ALONG = 2**16 - 1
 
 CHANNELS = 32
 """Channels of a warp: two sectors of memory per pixel for 16-bit types."""
-PIECES = (16, 4)
-"""Bytes per cp.async, which must divide pixels and channels; larger ones are faster."""
+PIECES = {2: (16, 4), 4: (16,)}
+"""Bytes per cp.async by those of an element, which must divide pixels and channels; larger ones are
+faster."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,14 +114,15 @@ class DepthwiseWeight(Solver[ConvWork, WeightTile]):
             return reason
         if work.out_channels > 1:
             return f"{work.out_channels} channels per group"
-        if work.dtype.itemsize == 2 and any(n % 2 for n in _alignments(work)):
-            return f"{work.groups} channels are not a multiple of 2"
+        piece = _piece(work)
+        if piece == 0:
+            return f"{work.groups} channels are not whole chunks"
         if work.stride[1] != work.stride[2] or work.stride[2] not in STRIDES:
             return f"strides of {work.stride[1]} and {work.stride[2]}"
         if work.dilation[2] * work.dilation[1] > 1 and work.kernel[1] * work.kernel[2] > 1:
             return "dilated"
         tile = _tile(work)
-        in_chunks = work.dtype.itemsize == 2 and _piece(work) == PIECES[0]
+        in_chunks = work.dtype.itemsize == 2 and piece == max(PIECES[2])
         if in_chunks and work.stride[2] == work.kernel[0] == 1:
             elements, kernel = elements_of(work), work.kernel[2]
             least = TENSOR_CORES_FROM.get(kernel, 0) if work.kernel[1] == kernel else 0
@@ -172,7 +175,7 @@ class DepthwiseWeight(Solver[ConvWork, WeightTile]):
             _instance(dtype, tile, piece)
             for dtype in DTYPES
             for tile in TILES[dtype.itemsize]
-            for piece in PIECES
+            for piece in PIECES[dtype.itemsize]
         ]
 
 
@@ -201,9 +204,9 @@ def _alignments(work: ConvWork) -> list[int]:
 
 
 def _piece(work: ConvWork) -> int:
-    """Return the largest of ``PIECES`` that divides the channels of every pixel."""
-    whole = not any(n * work.dtype.itemsize % PIECES[0] for n in _alignments(work))
-    return PIECES[0] if whole else PIECES[1]
+    """Return the largest of ``PIECES`` that divides the channels of every pixel, or 0."""
+    together = gcd(*_alignments(work)) * work.dtype.itemsize
+    return next((one for one in PIECES[work.dtype.itemsize] if together % one == 0), 0)
 
 
 def _shared_bytes(dtype: DType, tile: WeightTile) -> int:

@@ -162,11 +162,27 @@ def test_what_is_left_to_others(conv: ConvShape, dtype: DType, reason: str) -> N
     assert passed_over[DepthwiseDirect().name] == reason
 
 
+@pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.BFLOAT16])
+def test_float32_is_copied_in_whole_chunks(dtype: DType) -> None:
+    problem = GroupedConvBwdWeight(
+        conv=shape((3, 3), groups=10),
+        dtype=dtype,
+        layout=LAYOUTS["NHWC"],
+        weight_dtype=dtype,
+        split_k=None,
+    )
+    families = replace(FAMILIES, bwd_weight=[DepthwiseWeight(always=True), DepthwiseWeightRows()])
+    passed_over = dict(plan_for(problem, H200, families).passed_over)
+    refused = {"depthwise_weight": "10 channels are not whole chunks"}
+    assert passed_over == (refused if dtype is DType.FLOAT32 else {})
+
+
 @pytest.mark.parametrize(
     ("conv", "reason"),
     [
         (shape((3, 3), size=(56, 56), batch=64), None),
-        (shape((3, 3), 2, size=(56, 56), batch=64), None),
+        (shape((3, 3), 2, size=(56, 56), batch=64), "3 columns take an instance of 5 rows"),
+        (shape((5, 5), 2, size=(56, 56), batch=64), None),
         (shape((7, 7), size=(19, 19)), None),
         (shape((3, 3), dilation=2), None),
         (shape((3, 3), size=(19, 19), batch=64), "19 columns leave much of 3 strips of 8 empty"),
