@@ -18,8 +18,6 @@ from typing import Any
 from convgrad.errors import MalformedRequest
 from convgrad.wire import strict_json
 
-__all__ = ["MAX_TEXT_BYTES", "LongValues", "blocks_of", "dumps"]
-
 MAX_TEXT_BYTES = 2 * 2**20
 """Limit of a text without its long values. The parser makes up to 60 bytes of objects from three
 of text: this bounds a hostile text to some 50 MB and 0.2 s. It is enough for a hundred thousand

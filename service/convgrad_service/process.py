@@ -17,14 +17,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
 
-__all__ = [
-    "lower_priority",
-    "memory_bytes",
-    "set_switch_interval",
-    "usable_cores",
-    "without_traceback",
-]
-
 PROCESS = Path("/proc/self")
 # High enough that briefly waking threads of normal priority run at once; low enough that computing
 # keeps most of a core beside other processes.

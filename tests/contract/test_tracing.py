@@ -16,8 +16,8 @@ from opentelemetry.sdk.trace import TracerProvider
 
 import convgrad
 from convgrad_service.backends.cpu import CpuBackend
-from convgrad_service.engine.request import RequestContext
 from convgrad_service.engine.telemetry import tracing
+from convgrad_service.engine.telemetry.record import RequestContext
 from convgrad_service.engine.telemetry.tracing import traces_to
 from convgrad_service.server.settings import Settings
 from tests.support.http_server import EXAMPLE, JSON

@@ -22,8 +22,6 @@ from convgrad_service.engine.shm.registry import RegionRegistry
 from convgrad_service.engine.workers.worker import compile_ahead, run_job
 from convgrad_service.process import lower_priority, without_traceback
 
-__all__ = ["ThreadWorker", "embedded_hub"]
-
 _SLOTS = 2
 
 

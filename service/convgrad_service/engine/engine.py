@@ -8,8 +8,6 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 from convgrad_service.engine.hub import Hub
 from convgrad_service.engine.ipc.remote_hub import RemoteHub
 
-__all__ = ["Engine", "call_hub"]
-
 Engine = Hub | RemoteHub
 P = ParamSpec("P")
 T = TypeVar("T")

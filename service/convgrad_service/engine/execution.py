@@ -16,17 +16,14 @@ from numpy.typing import NDArray
 from convgrad.contract import Report, Request
 from convgrad.errors import ServiceError
 from convgrad_service.engine.engine import Engine, call_hub
-from convgrad_service.engine.hub import JobHandle
 from convgrad_service.engine.memory.arena import Lease
 from convgrad_service.engine.memory.tensor_layout import TensorLayout, has_index_inputs
-from convgrad_service.engine.request import SMALL_BYTES, ComputeRequest, Timings, blank
-from convgrad_service.engine.scheduling.task import Job, JobResult, OnPartDone
+from convgrad_service.engine.request import SMALL_BYTES, ComputeRequest, blank
+from convgrad_service.engine.scheduling.task import Job, JobHandle, JobResult, OnPartDone
 from convgrad_service.engine.shm.registry import RegionPart
 from convgrad_service.engine.shm.stored import TensorStore
 from convgrad_service.engine.streaming import Progress
-
-__all__ = ["Execution", "Filler", "PreparedRequest", "ResponseTemplate", "Result", "Source"]
-__all__ += ["abandon", "split_at"]
+from convgrad_service.engine.telemetry.record import Timings
 
 Parts = Mapping[str, RegionPart]
 Filler = Callable[[NDArray[Any]], None]

@@ -10,14 +10,6 @@ from typing import NamedTuple
 from convgrad_service.backends.base import ServingBackend
 from convgrad_service.engine.memory.arena import FreeList
 
-__all__ = [
-    "MAX_TRANSFER_S",
-    "SMALL_REQUEST_BYTES",
-    "EngineOptions",
-    "InlineBackend",
-    "WorkerRecipe",
-]
-
 SMALL_REQUEST_BYTES = 64 * 1024
 """Requests whose tensors take at most this may use the arena's reserve."""
 MAX_TRANSFER_S = 60.0

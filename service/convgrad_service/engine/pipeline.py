@@ -20,7 +20,14 @@ from typing import Protocol, TypeVar
 
 from convgrad.contract import Operation, Request, validate
 from convgrad.errors import DeviceUnavailable, Overloaded
-from convgrad_service.engine.admission import Admission, AdmissionGate, Limits
+from convgrad_service.engine.admission import (
+    Admission,
+    AdmissionGate,
+    CancelScope,
+    ClientGone,
+    Deadline,
+    Limits,
+)
 from convgrad_service.engine.engine import Engine, call_hub
 from convgrad_service.engine.execution import Execution, PreparedRequest, Result, abandon
 from convgrad_service.engine.memory.arena import Lease, leased, out_of_memory
@@ -31,21 +38,11 @@ from convgrad_service.engine.memory.tensor_layout import (
     tensor_layout_of,
 )
 from convgrad_service.engine.options import SMALL_REQUEST_BYTES
-from convgrad_service.engine.request import (
-    CancelScope,
-    ClientGone,
-    ComputeRequest,
-    Deadline,
-    Decoded,
-    Fields,
-    blank,
-)
+from convgrad_service.engine.request import ComputeRequest, Decoded, Fields, blank
 from convgrad_service.engine.scheduling.quotas import NO_LIMITS, Ticket
 from convgrad_service.engine.shm.registry import RegionPart
 from convgrad_service.engine.shm.stored import TensorStore, stored_fields
 from convgrad_service.problems import Problem, problem_from
-
-__all__ = ["Pipeline", "Transport"]
 
 T = TypeVar("T")
 Parts = Mapping[str, RegionPart]

@@ -8,13 +8,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from convgrad_service.engine.admission import CancelScope, Deadline
 from convgrad_service.engine.memory.tensor_layout import partial_sums_of, pieces_of
-from convgrad_service.engine.request import CancelScope, Deadline
 from convgrad_service.engine.scheduling.task import JobResult, merge_results
 from convgrad_service.problems import Piece, Problem
 from convgrad_service.problems.base import TensorSpec
-
-__all__ = ["Progress"]
 
 T = TypeVar("T")
 

@@ -7,8 +7,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-__all__ = ["BlockDigests", "Earlier", "Results", "Submissions"]
-
 _MAX_SUBMISSIONS = 1024
 
 

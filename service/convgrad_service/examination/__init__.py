@@ -17,8 +17,6 @@ from convgrad_service.examination.verifying import verify
 from convgrad_service.problems.base import Problem
 from convgrad_service.problems.examinations import Explain, TimeIt, Verify
 
-__all__ = ["examined"]
-
 Arrays = Mapping[str, Any]
 _EXAMINERS: Mapping[type[Problem], Callable[..., Outcome]] = {
     Verify: verify,

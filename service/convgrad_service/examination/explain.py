@@ -20,8 +20,6 @@ from convgrad_service.backends.base import Outcome, Rates, ServingBackend
 from convgrad_service.problems.base import Problem, TensorSpec
 from convgrad_service.problems.examinations import Explain
 
-__all__ = ["explain", "plan_report", "reference_time"]
-
 
 def explain(
     backend: ServingBackend,

@@ -12,8 +12,6 @@ from convgrad_service.backends.base import Stopwatch
 from convgrad_service.examination.torch_operators import NoOperator, torch_operator
 from convgrad_service.problems import Problem
 
-__all__ = ["PeerWatch", "peers_for", "torch_tensors"]
-
 # What PyTorch does differently from the operation, in addition to its name.
 _NOTES: Mapping[str, str] = {
     "grouped_conv_conv_fwd": "one operator after another",

@@ -23,8 +23,6 @@ from convgrad_service.examination.verifying import draw_inputs, refuse_if
 from convgrad_service.problems.base import Problem
 from convgrad_service.problems.examinations import OURS, TimeIt
 
-__all__ = ["time_it"]
-
 # Fewest and most samples, however fast the mean converges.
 _LEAST, _MOST = 20, 5000
 _KEPT = 512

@@ -10,8 +10,6 @@ from convgrad_service.problems import Problem
 from convgrad_service.problems.reading import Steps
 from convgrad_service.problems.sizes import per_dimension
 
-__all__ = ["NoOperator", "Run", "torch_operator"]
-
 Run = Callable[[], Any]
 
 

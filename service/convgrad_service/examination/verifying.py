@@ -27,8 +27,6 @@ from convgrad_service.problems import MaxUnpoolBwd, MaxUnpoolFwd, Problem
 from convgrad_service.problems.examinations import DRAWN, OURS, Examination, Verify
 from convgrad_service.process import usable_cores
 
-__all__ = ["draw_inputs", "refuse_if", "verify"]
-
 Array = NDArray[Any]
 Arrays = Mapping[str, Any]
 

@@ -1,4 +1,4 @@
-"""A call from its metadata to its answer: what surrounds all methods, and those that compute.
+"""A call, and what surrounds every method: key, errors, trailers, log, metrics.
 
 A failed call has the gRPC status of the error table, the error's sentence as details, and the
 trailers ``convgrad-code`` and, if a retry makes sense, ``retry-after`` in seconds.
@@ -7,33 +7,32 @@ trailers ``convgrad-code`` and, if a retry makes sense, ``retry-after`` in secon
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ipaddress
 import logging
-from collections.abc import Awaitable, Callable, Mapping
-from functools import partial
+import math
+import os
+import socket
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import unquote
 
 import grpc
 
 from convgrad.errors import CODES, DeadlineExceeded, Internal, ServiceError, UnsupportedProblem
 from convgrad_service.engine.engine import Engine
-from convgrad_service.engine.pipeline import Pipeline
-from convgrad_service.engine.request import TRACE_HEADERS, Deadline, RequestContext, log_exchange
-from convgrad_service.engine.request import access as _access
+from convgrad_service.engine.scheduling.quotas import ANYBODY
+from convgrad_service.engine.telemetry.record import (
+    TRACE_HEADERS,
+    ExchangeLine,
+    RequestContext,
+    access,
+)
 from convgrad_service.engine.telemetry.tracing import Traces
-from convgrad_service.grpc_api.call import EOF, Call
-from convgrad_service.grpc_api.infer_transport import InferTransport, Message
-from convgrad_service.grpc_api.limits import Answers, Arrivals
-from convgrad_service.grpc_api.wire import SERVICE, Part, encode_stream_error
-from convgrad_service.oip.fields import SharedMemory
+from convgrad_service.grpc_api.wire import SERVICE
 from convgrad_service.process import without_traceback
 from convgrad_service.security.keys import KEY_REFUSALS, KeyRing, require_method
-from convgrad_service.server.settings import Settings
-
-__all__ = [
-    "Exchanges",
-    "InferMethods",
-    "MethodHandlers",
-]
 
 _log = logging.getLogger("convgrad.grpc")
 # Health checks need no key.
@@ -46,13 +45,130 @@ _SERVERS_FAULT = frozenset(
     for name in ("UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE")
 )
 T = TypeVar("T")
+
+EOF = grpc.aio.EOF
+"""What ``read`` returns after the last message."""
+
+Trailers = tuple[tuple[str, str], ...]
+
+_REQUEST_ID, _SERVER_TIMING = "x-request-id", "server-timing"
+_CODE, _RETRY_AFTER = "convgrad-code", "retry-after"
+
+
+def status_of(error: ServiceError) -> grpc.StatusCode:
+    """Return the gRPC status of an error; INTERNAL for errors that only HTTP can have."""
+    return grpc.StatusCode[error.row.grpc_status or "INTERNAL"]
+
+
+class Call:
+    """A call whose metadata has arrived; ``rpc`` is grpcio's servicer context."""
+
+    def __init__(self, rpc: Any) -> None:
+        self.rpc = rpc
+        self.caller = ANYBODY
+        self.ended_by: ServiceError | None = None
+        self._metadata = rpc.invocation_metadata()
+        # Read now: once a call has ended, grpcio crashes the process when it is asked.
+        self.peer: str = rpc.peer()
+        """The connection's remote end, such as ``ipv4:127.0.0.1:40000``."""
+        self._aborting: asyncio.Task[None] | None = None
+        self.context = RequestContext.begin(self.metadata(_REQUEST_ID))
+
+    def metadata(self, name: str) -> list[str]:
+        """Return all values of a metadata key."""
+        return [value for key, value in self._metadata if key == name]
+
+    def first(self, name: str) -> str:
+        """Return the first value of a metadata key, or ""."""
+        return next((value for key, value in self._metadata if key == name), "")
+
+    def begin(self) -> RequestContext:
+        """Return a context for one request of a stream, with the client's request id if given."""
+        context = RequestContext.begin(self.metadata(_REQUEST_ID))
+        context.caller = self.caller
+        return context
+
+    @property
+    def remaining_s(self) -> float:
+        """Seconds until the caller's deadline; infinite without one."""
+        remaining_s: float | None = self.rpc.time_remaining()
+        return math.inf if remaining_s is None else remaining_s
+
+    @property
+    def address(self) -> str:
+        """The client's IP address."""
+        return unquote(self.peer).partition(":")[2].rpartition(":")[0].strip("[]")
+
+    @property
+    def client(self) -> str:
+        """Who shares limits with other clients: the owner of the API key, or the IP address."""
+        return self.caller.name or self.address
+
+    def trailers(self, error: ServiceError | None = None) -> Trailers:
+        """Return the trailing metadata."""
+        found = [
+            (_REQUEST_ID, self.context.request_id),
+            (_SERVER_TIMING, self.context.server_timing()),
+        ]
+        if (span := self.context.traceresponse) is not None:
+            found.append(("traceresponse", span))
+        if error is not None:
+            found.append((_CODE, error.code))
+            if error.retry_after_s is not None:
+                found.append((_RETRY_AFTER, str(max(1, math.ceil(error.retry_after_s)))))
+        return tuple(found)
+
+    async def fail(self, error: ServiceError) -> None:
+        """End the call with an error.
+
+        Raises
+        ------
+        grpc.aio.AbortError
+            Always, which ends the handler too.
+        """
+        await self.rpc.abort(status_of(error), error.detail, self.trailers(error))
+
+    def end_with(self, error: ServiceError) -> None:
+        """End the call from outside its handler, whose pending read then raises AbortError.
+
+        The handler is not cancelled, because grpcio would leak a message that arrives just then.
+        """
+        if self.ended_by is not None or self.rpc.done():
+            return
+        self.ended_by = error
+
+        async def abort() -> None:
+            # UsageError: the handler has just ended it with an error of its own.
+            ended = (grpc.aio.AbortError, grpc.aio.InternalError, grpc.aio.UsageError)
+            with contextlib.suppress(*ended):
+                await self.fail(error)
+
+        self._aborting = asyncio.ensure_future(abort())
+
+    def disconnect(self) -> None:
+        """Shut down the call's socket: grpcio cannot end a call whose answer waits to be read."""
+        _log.warning("%s does not read its answers and is disconnected", self.peer)
+        for entry in Path("/proc/self/fd").iterdir():
+            # Descriptors may close meanwhile, and not all sockets have a peer.
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                if not str(entry.readlink()).startswith("socket:"):
+                    continue
+                with socket.socket(fileno=os.dup(int(entry.name))) as found:
+                    if _shown(found.getpeername()) == unquote(self.peer):
+                        found.shutdown(socket.SHUT_RDWR)
+
+
+def _shown(address: Sequence[Any]) -> str:
+    """Format a socket address as grpcio does."""
+    host = ipaddress.ip_address(address[0])
+    if isinstance(host, ipaddress.IPv6Address) and host.ipv4_mapped is not None:
+        host = host.ipv4_mapped
+    port = address[1]
+    return f"ipv4:{host}:{port}" if host.version == 4 else f"ipv6:[{host}]:{port}"
+
+
 Unary = Callable[[Call], Awaitable[bytes]]
 Streaming = Callable[[Call], Awaitable[None]]
-_UNKNOWN = "unknown"
-"""The operation logged for a request that was refused before its message was read."""
-
-# Requests of one stream in progress at once; no further one is read meanwhile.
-_STREAM_AHEAD = 8
 
 
 class Exchanges:
@@ -61,13 +177,8 @@ class Exchanges:
     A method reads its messages itself, so that limits are checked before a message is in memory.
     """
 
-    def __init__(
-        self, engine: Engine, settings: Settings, keys: KeyRing | None, traces: Traces | None
-    ) -> None:
+    def __init__(self, engine: Engine, keys: KeyRing | None, traces: Traces | None) -> None:
         self._engine, self._keys, self._traces = engine, keys, traces
-        self.arrivals = Arrivals(settings)
-        self.open_arrivals = Arrivals(settings, needs_key=False)
-        self.answers = Answers(settings)
 
     def unary(self, method: str, work: Unary) -> grpc.RpcMethodHandler:
         """Return the handler of a method for which ``work`` returns the one response."""
@@ -168,8 +279,8 @@ class Exchanges:
             self._traces.end(context, name, attributes, failed=status in _SERVERS_FAULT)
         quiet = context.code == "ok" and method in _QUIET
         level = logging.DEBUG if quiet else logging.INFO
-        if _access.isEnabledFor(level):
-            log_exchange(level, context, {"method": method})
+        if access.isEnabledFor(level):
+            access.log(level, ExchangeLine(context, {"method": method}))
 
 
 def _status(code: str) -> grpc.StatusCode:
@@ -196,119 +307,3 @@ class MethodHandlers(grpc.GenericRpcHandler):  # type: ignore[misc]
 
 async def _no_such_method(_: Call) -> bytes:
     raise UnsupportedProblem("this server has no such method")
-
-
-class InferMethods:
-    """The methods that compute."""
-
-    def __init__(
-        self,
-        pipeline: Pipeline,
-        settings: Settings,
-        exchanges: Exchanges,
-        shared_memory: SharedMemory,
-    ) -> None:
-        self._settings, self._exchanges = settings, exchanges
-        self._transport = partial(InferTransport, pipeline, shared_memory, exchanges.arrivals)
-
-    async def infer(self, call: Call) -> bytes:
-        """ModelInfer."""
-        context, sent = call.context, b""
-        deadline = Deadline.after(self._allowed_s(call))
-
-        async def send(parts: list[Part]) -> None:
-            nonlocal sent
-            sent = await self._exchanges.answers.joined(call, parts)
-
-        async def receive() -> bytes:
-            context.operation = None
-            return await self._exchanges.arrivals.message(call, deadline)
-
-        context.operation = _UNKNOWN
-        message = Message(receive=receive)
-        await self._transport(context, deadline, message, send, in_stream=False).run()
-        return sent
-
-    async def stream(self, call: Call) -> None:
-        """ModelStreamInfer: responses come in the order of the requests.
-
-        The next request is received while one is computed. A request that fails gets a response
-        with ``error_message``, and the stream goes on.
-        """
-        with self._exchanges.arrivals.stream(call):
-            await self._answer_all(call)
-
-    async def _answer_all(self, call: Call) -> None:
-        slots, places = asyncio.Semaphore(_STREAM_AHEAD), self._exchanges.arrivals.streams
-        running: set[asyncio.Task[None]] = set()
-        previous: asyncio.Task[None] | None = None
-
-        def done(task: asyncio.Task[None]) -> None:
-            running.discard(task)
-            slots.release()
-            if not running:
-                places.rest(call)
-
-        try:
-            while (body := await call.rpc.read()) is not EOF:
-                places.work(call)
-                self._exchanges.authenticate(call)
-                await slots.acquire()
-                message = Message(bytes(body))
-                del body
-                previous = asyncio.ensure_future(self._one_of_stream(call, message, previous))
-                running.add(previous)
-                previous.add_done_callback(done)
-                await message.filled.wait()
-            await asyncio.gather(*running)
-        finally:
-            for task in running:
-                task.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
-
-    async def _one_of_stream(
-        self, call: Call, message: Message, previous: asyncio.Task[None] | None
-    ) -> None:
-        context = call.begin()
-        self._exchanges.trace(call, context)
-        deadline = Deadline.after(self._allowed_s(call))
-        began = False
-
-        async def send(parts: list[Part]) -> None:
-            nonlocal began
-            if previous is not None:
-                await asyncio.wait([previous])
-            began = True
-            counted = await self._exchanges.answers.counted(call, sum(map(len, parts)))
-            try:
-                # A cancelled write would leak its message in grpcio.
-                writing = asyncio.ensure_future(call.rpc.write(b"".join(parts)))
-                writing.add_done_callback(_retrieved)
-                await asyncio.shield(writing)
-            finally:
-                counted.left()
-
-        transport = self._transport(context, deadline, message, send, in_stream=True)
-        try:
-            _, error = await self._exchanges.attempt(
-                "ModelStreamInfer", call, context, transport.run()
-            )
-            if error is not None and began:
-                # Part of the answer has been sent, so only ending the stream can report the error.
-                call.end_with(error)
-            elif error is not None:
-                message.filled.set()
-                detail = f"{error.detail} ({error.code})"
-                await send([encode_stream_error(message.model, message.id, detail)])
-        finally:
-            message.filled.set()
-            self._exchanges.record("ModelStreamInfer", context)
-
-    def _allowed_s(self, call: Call) -> float:
-        return min(max(call.remaining_s, 0.0), self._settings.max_timeout_s)
-
-
-def _retrieved(done: asyncio.Future[None]) -> None:
-    """Mark an error as retrieved: whoever awaited it may be gone, and asyncio would log it."""
-    if not done.cancelled():
-        done.exception()

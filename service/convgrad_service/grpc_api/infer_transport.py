@@ -1,4 +1,4 @@
-"""One inference request over gRPC: message to request, result to responses."""
+"""Inference over gRPC: ModelInfer, and how a message becomes a request and a result responses."""
 
 from __future__ import annotations
 
@@ -6,24 +6,21 @@ import asyncio
 import struct
 from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
 from convgrad.contract import OPERATIONS, Operation, Report
 from convgrad.errors import MalformedRequest, ProblemTooLarge, ServiceError
+from convgrad_service.engine.admission import Deadline
 from convgrad_service.engine.execution import Execution, ResponseTemplate, Result, split_at
 from convgrad_service.engine.memory.arena import Lease
 from convgrad_service.engine.pipeline import Pipeline
-from convgrad_service.engine.request import (
-    SMALL_BYTES,
-    ComputeRequest,
-    Deadline,
-    Decoded,
-    RequestContext,
-    blank,
-)
-from convgrad_service.grpc_api.limits import Arrivals
+from convgrad_service.engine.request import SMALL_BYTES, ComputeRequest, Decoded, blank
+from convgrad_service.engine.telemetry.record import RequestContext
+from convgrad_service.grpc_api.exchange import Call
+from convgrad_service.grpc_api.limits import Answers, Arrivals
 from convgrad_service.grpc_api.wire import (
     Part,
     cut_raw_contents,
@@ -38,8 +35,7 @@ from convgrad_service.oip.answer_parts import MAX_PART_BYTES, AnswerParts, row_b
 from convgrad_service.oip.fields import SharedMemory, described, request_fields, tensor_in
 from convgrad_service.oip.request import InferRequest, Region, Span
 from convgrad_service.problems import Problem
-
-__all__ = ["MAX_MESSAGE_BYTES", "InferTransport", "Message"]
+from convgrad_service.server.settings import Settings
 
 MAX_MESSAGE_BYTES = 2**31 - 1
 """Largest message that protobuf and gRPC allow."""
@@ -53,6 +49,8 @@ _DOUBLE = struct.Struct("<d")
 _HEAD_BYTES = 64 * 1024
 
 Send = Callable[[list[Part]], Awaitable[None]]
+_UNKNOWN = "unknown"
+"""The operation logged for a request that was refused before its message was read."""
 
 
 class Message:
@@ -302,6 +300,43 @@ class InferTransport:
         if self._split is not None and self._split.id:
             parts.append(bytes((_ID, len(self._split.id))) + self._split.id)
         return [*parts, *execution.output_bytes(template)]
+
+
+class InferMethod:
+    """ModelInfer, from a call to its answer."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        settings: Settings,
+        shared_memory: SharedMemory,
+        arrivals: Arrivals,
+        answers: Answers,
+    ) -> None:
+        self.settings, self.arrivals, self.answers = settings, arrivals, answers
+        self.transport = partial(InferTransport, pipeline, shared_memory, arrivals)
+
+    async def __call__(self, call: Call) -> bytes:
+        """Receive and answer one request."""
+        context, sent = call.context, b""
+        deadline = Deadline.after(self.allowed_s(call))
+
+        async def send(parts: list[Part]) -> None:
+            nonlocal sent
+            sent = await self.answers.joined(call, parts)
+
+        async def receive() -> bytes:
+            context.operation = None
+            return await self.arrivals.message(call, deadline)
+
+        context.operation = _UNKNOWN
+        message = Message(receive=receive)
+        await self.transport(context, deadline, message, send, in_stream=False).run()
+        return sent
+
+    def allowed_s(self, call: Call) -> float:
+        """Return how long a request of this call may take."""
+        return min(max(call.remaining_s, 0.0), self.settings.max_timeout_s)
 
 
 def _template(execution: Execution, report: Report) -> ResponseTemplate:

@@ -16,12 +16,10 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from convgrad.errors import MalformedRequest, Overloaded, RequestTimeout, ServiceError
-from convgrad_service.engine.request import Deadline
-from convgrad_service.grpc_api.call import EOF, Call
+from convgrad_service.engine.admission import Deadline
+from convgrad_service.grpc_api.exchange import EOF, Call
 from convgrad_service.grpc_api.wire import inflated
 from convgrad_service.server.settings import Settings
-
-__all__ = ["RETRY_AFTER_S", "Answer", "Answers", "Arrivals", "Places", "larger_share"]
 
 RETRY_AFTER_S = 1.0
 # Fairness is between clients first, then between the connections of one client (maybe a proxy).
@@ -309,7 +307,7 @@ class Answers:
         """Disconnect the client of the oldest answer if it had time enough to read it."""
         oldest = next(iter(self._unread), None)
         if oldest is not None and now_s - oldest.since_s > self._idle_s:
-            oldest.disconnect()
+            oldest.call.disconnect()
 
     def _relieve(self, turn: asyncio.Future[Answer], call: Call, size_bytes: int) -> None:
         """Disconnect clients that leave more unread than ``call`` would, until its answer fits."""
@@ -324,7 +322,7 @@ class Answers:
             found = [each for each in unread if each.call in heaviest and each.since_s <= before_s]
             if not found:
                 return
-            found[0].disconnect()
+            found[0].call.disconnect()
             excess -= self._bytes[found[0].call.peer]
             unread = [each for each in unread if each.call.peer != found[0].call.peer]
 
@@ -353,13 +351,9 @@ class Answer:
         loop = asyncio.get_running_loop()
         self._answers, self.call, self.size_bytes = answers, call, size_bytes
         self.since_s = loop.time()
-        self._timer = loop.call_later(longest_s, self.disconnect)
+        self._timer = loop.call_later(longest_s, call.disconnect)
 
     def left(self, _: object = None) -> None:
         """Stop counting: the answer has been sent, or never will be."""
         self._timer.cancel()
         self._answers.remove(self)
-
-    def disconnect(self) -> None:
-        """End the connection: grpcio cannot end a call whose answer waits to be read."""
-        self.call.disconnect()

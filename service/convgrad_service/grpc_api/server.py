@@ -19,12 +19,13 @@ from convgrad.wire.sentences import shown
 from convgrad_service.engine.engine import call_hub
 from convgrad_service.engine.pipeline import Pipeline
 from convgrad_service.engine.shm.registry import RegionInfo
-from convgrad_service.engine.telemetry.metrics import RequestMetrics
+from convgrad_service.engine.telemetry.record import RequestMetrics
 from convgrad_service.engine.telemetry.tracing import traces_to
-from convgrad_service.grpc_api.call import Call
-from convgrad_service.grpc_api.exchange import Exchanges, InferMethods, MethodHandlers
-from convgrad_service.grpc_api.infer_transport import MAX_MESSAGE_BYTES
+from convgrad_service.grpc_api.exchange import Call, Exchanges, MethodHandlers
+from convgrad_service.grpc_api.infer_transport import MAX_MESSAGE_BYTES, InferMethod
+from convgrad_service.grpc_api.limits import Answers, Arrivals
 from convgrad_service.grpc_api.standard_services import HealthMethods, reflection_handlers
+from convgrad_service.grpc_api.stream import StreamMethod
 from convgrad_service.grpc_api.wire import SERVICE, message, parsed
 from convgrad_service.oip.fields import Kind, SharedMemory, operation_named
 from convgrad_service.oip.models import (
@@ -37,8 +38,6 @@ from convgrad_service.oip.models import (
 from convgrad_service.security.keys import KeyRing
 from convgrad_service.server.settings import Settings
 from convgrad_service.server.tls import Pem, newest_pem
-
-__all__ = ["DescribingMethods", "GrpcServer", "Method"]
 
 Fields = Mapping[str, Any]
 """The fields of a response, as in JSON; those that its message does not have are left out."""
@@ -151,22 +150,23 @@ class GrpcServer:
         self._settings = settings
         keys = KeyRing(settings.api_keys, settings.key_limits) if settings.api_keys else None
         self._traces = traces_to(settings.otlp_endpoint) if settings.otlp_endpoint else None
-        self._exchanges = Exchanges(pipeline.engine, settings, keys, self._traces)
+        self._exchanges = Exchanges(pipeline.engine, keys, self._traces)
+        self.arrivals = Arrivals(settings)
         memory = SharedMemory(pipeline.engine, settings)
-        infer = InferMethods(pipeline, settings, self._exchanges, memory)
+        infer = InferMethod(pipeline, settings, memory, self.arrivals, Answers(settings))
         describing = DescribingMethods(pipeline, memory, settings.service_name)
-        self._health = HealthMethods(pipeline, self._exchanges)
+        self._health = HealthMethods(pipeline, self._exchanges, Arrivals(settings, needs_key=False))
         self.handlers: Mapping[str, grpc.RpcMethodHandler] = {
             **{
                 f"/{SERVICE.full_name}/{name}": self._describing(name, method)
                 for name, method in describing.methods.items()
             },
-            f"/{SERVICE.full_name}/ModelInfer": self._exchanges.unary("ModelInfer", infer.infer),
+            f"/{SERVICE.full_name}/ModelInfer": self._exchanges.unary("ModelInfer", infer),
             f"/{SERVICE.full_name}/ModelStreamInfer": self._exchanges.streaming(
-                "ModelStreamInfer", infer.stream
+                "ModelStreamInfer", StreamMethod(infer, self._exchanges)
             ),
             **self._health.handlers,
-            **reflection_handlers(self._exchanges),
+            **reflection_handlers(self._exchanges, self.arrivals),
         }
         self._server: Any = None
 
@@ -212,7 +212,7 @@ class GrpcServer:
 
         async def work(call: Call) -> bytes:
             # Methods without a key are answered without reading their empty message.
-            body = b"" if name in _NO_KEY else await self._exchanges.arrivals.message(call)
+            body = b"" if name in _NO_KEY else await self.arrivals.message(call)
             fields = await method(parsed(body, request_class), call.context.owner)
             answer = ParseDict(fields, response_class(), ignore_unknown_fields=True)
             encoded: bytes = answer.SerializeToString()

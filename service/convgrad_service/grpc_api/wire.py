@@ -46,22 +46,6 @@ from convgrad_service.oip.request import (
     separated,
 )
 
-__all__ = [
-    "SERVICE",
-    "Part",
-    "cut_raw_contents",
-    "encode_response",
-    "encode_stream_error",
-    "encode_stream_part",
-    "inflated",
-    "is_compressed",
-    "message",
-    "parsed",
-    "raw_output_prefix",
-    "read_infer_request",
-    "request_names",
-]
-
 _POOL = DescriptorPool()
 for _file in descriptor_pb2.FileDescriptorSet.FromString(
     files(__package__).joinpath("open_inference.binpb").read_bytes()

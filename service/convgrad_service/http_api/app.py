@@ -46,18 +46,6 @@ from convgrad_service.http_api.transport import Endpoint, HttpTransport
 from convgrad_service.security.keys import KeyRing
 from convgrad_service.server.settings import Settings
 
-__all__ = [
-    "POLICY",
-    "add_docs",
-    "add_page",
-    "answer_layers",
-    "app_on",
-    "catalogue",
-    "health_router",
-    "management_app",
-    "with_cors",
-]
-
 _COMPUTING: tuple[tuple[Mapping[str, Operation], str, type[HttpTransport]], ...] = (
     (OPERATIONS, "POST", OperationTransport),
     (VERIFICATIONS, "POST", VerifyTransport),

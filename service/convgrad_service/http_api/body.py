@@ -8,27 +8,103 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from starlette.requests import Request
 from starlette.types import Message, Receive, Scope
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from convgrad.errors import MalformedRequest, PayloadTooLarge, RequestTimeout
+from convgrad_service.engine.admission import ClientGone
 from convgrad_service.engine.engine import Engine
-from convgrad_service.engine.execution import Execution, Filler, Source
 from convgrad_service.engine.memory.arena import Lease, leased
 from convgrad_service.engine.options import MAX_TRANSFER_S
-from convgrad_service.engine.pipeline import Pipeline
-from convgrad_service.engine.request import SMALL_BYTES, ClientGone, Timings
-from convgrad_service.http_api.connection import connection_of, size_of_target
-from convgrad_service.http_api.middleware import context_of
+from convgrad_service.engine.request import SMALL_BYTES
+from convgrad_service.engine.telemetry.record import RequestContext
+from convgrad_service.http_api.receive_into import ReceiveInto
 from convgrad_service.server.settings import Settings
-
-__all__ = ["Body", "BodyLimits", "Text", "TextReader", "small_body"]
 
 # A smaller rest of a body arrives in one part anyway.
 _DIRECT_BYTES = 128 * 1024
+
+
+CONNECTION = "convgrad.connection"
+"""The key of an ASGI scope under which our protocol offers the exchange's `Connection`."""
+
+
+class Connection:
+    """One exchange's use of a connection, whose ``protocol`` is a `protocol.GuardedProtocol`.
+
+    It is our extension of ASGI for reads and writes past all buffers. Behind any other ASGI server
+    it is missing, and bodies and answers are copied part by part.
+    """
+
+    def __init__(self, protocol: Any) -> None:
+        self._protocol = protocol
+        self._receiving: ReceiveInto | None = None
+        self.cycle: RequestResponseCycle | None = None
+
+    def body_left_bytes(self, content_length: int) -> int:
+        """Return how much of the body the parser has not seen and `receive_into` may receive."""
+        # If the next request has begun, this one's body has been read. TLS copies the data when
+        # decrypting it anyway.
+        protocol, cycle = self._protocol, self.cycle
+        if cycle is None or protocol.cycle is not cycle or protocol.scheme == "https":
+            return 0
+        if protocol.transport.is_closing():
+            return 0  # nothing would arrive, nor would `receive_into` notice
+        # After a whole body the parser may hold a part of the next head.
+        is_parsed = cycle.more_body and self._receiving is None
+        return content_length - int(protocol.parts_bytes) if is_parsed else 0
+
+    def receive_into(self, targets: Sequence[memoryview | int]) -> ReceiveInto:
+        """Receive the rest of the current body, whose length is known, into ``targets``."""
+        protocol, cycle = self._protocol, self._protocol.cycle
+        receiving = self._receiving = ReceiveInto(targets, protocol, protocol.restart_parser)
+        ahead, cycle.body = cycle.body, bytearray()
+        protocol.switch_protocol(receiving)
+        receiving.take(ahead)
+        return receiving
+
+    def stop_receiving(self) -> None:
+        """Stop writing to the targets of `receive_into`: drop the rest of the body."""
+        assert self._receiving is not None  # noqa: S101
+        # Not to the parser, which has not seen what was received in place.
+        protocol, left_bytes = self._protocol, self._receiving.left_bytes
+        protocol.switch_protocol(ReceiveInto([left_bytes], protocol, protocol.restart_parser))
+
+    def whole_body(self) -> bytearray | None:
+        """Return the body if it is complete and no part has been delivered yet; else None."""
+        cycle = self.cycle
+        if cycle is None or self._protocol.cycle is not cycle or cycle.more_body:
+            return None
+        return None if cycle.disconnected or cycle.waiting_for_100_continue else cycle.body
+
+    def watch(self, gone: Callable[[], None] | None) -> None:
+        """Have ``gone`` called if the client closes the connection, until called with None."""
+        self._protocol.gone, self._protocol.watching = gone, self.cycle
+        if gone is not None and self._protocol.transport.is_closing():
+            gone()
+
+    @contextmanager
+    def unbuffered(self) -> Iterator[None]:
+        """Have writes within the block wait until their bytes have been sent."""
+        transport = self._protocol.transport
+        if not transport.is_closing():
+            transport.set_write_buffer_limits(high=0)
+        try:
+            yield
+        finally:
+            if not transport.is_closing():
+                transport.set_write_buffer_limits()
+
+
+def connection_of(scope: Scope) -> Connection | None:
+    """Return the connection of an exchange if the server offers one and TLS is off."""
+    return None if scope.get("scheme") == "https" else scope.get(CONNECTION)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +158,8 @@ class Body:
         receive: Receive,
         content_length: int | None,
         limits: BodyLimits,
-        scope: Scope | None = None,
+        connection: Connection | None = None,
+        context: RequestContext | None = None,
     ) -> None:
         if content_length is not None and content_length > limits.max_bytes:
             raise PayloadTooLarge(
@@ -93,19 +170,24 @@ class Body:
         self.received_bytes = 0
         self.ended = False
         self._receive, self._limits = receive, limits
-        # What is received past `receive`, which counts what it returns.
-        self._connection = None if scope is None else connection_of(scope)
-        self._context = None if scope is None else context_of(scope)
+        # For what is received past `receive`, which counts what it returns.
+        self._connection, self._context = connection, context
         self._ahead = b""  # received but not consumed
         self._started_s = time.monotonic()
         # Since when the body's memory is held, what had been received by then, and its end.
         self._holding: tuple[float, int, int] | None = None
 
     @classmethod
-    def of(cls, request: Request, limits: BodyLimits) -> Body:
+    def of(cls, request: Request, limits: BodyLimits, context: RequestContext) -> Body:
         """Return the body of a request."""
         length = request.headers.get("content-length")
-        return cls(request.receive, None if length is None else int(length), limits, request.scope)
+        return cls(
+            request.receive,
+            None if length is None else int(length),
+            limits,
+            connection_of(request.scope),
+            context,
+        )
 
     def refuse_over_limit(self, size: int) -> None:
         """Raise PayloadTooLarge if ``size`` exceeds the limit."""
@@ -133,9 +215,9 @@ class Body:
         """
         left = memoryview(self._ahead)[skip:]
         self._ahead = b""
-        self._hold(self.received_bytes - len(left) + sum(map(size_of_target, targets)))
+        self._hold(self.received_bytes - len(left) + sum(map(_size_of, targets)))
         for index, target in enumerate(targets):
-            size, at = size_of_target(target), 0
+            size, at = _size_of(target), 0
             while at < size:
                 if not left:
                     rest = [_from(target, at), *targets[index + 1 :]]
@@ -193,7 +275,7 @@ class Body:
         connection, length = self._connection, self.content_length
         if connection is None or length is None or self.ended:
             return False
-        wanted = sum(map(size_of_target, targets))
+        wanted = sum(map(_size_of, targets))
         if wanted != length - self.received_bytes or wanted < _DIRECT_BYTES:
             return False
         if connection.body_left_bytes(length) <= 0:
@@ -280,39 +362,11 @@ class Body:
             )
 
 
-class TextReader:
-    """See `Reader`: the whole body is in the arena until its tensors have been read from it."""
-
-    def __init__(self, content_type: str) -> None:
-        self._content_type = content_type
-        self._text = Text(memoryview(b""))
-        self._fillers: dict[str, Filler] = {}
-
-    async def head(self, body: Body, pipeline: Pipeline) -> Hashable | None:
-        self._text = await body.whole(pipeline.engine)
-        return None
-
-    @property
-    def body_lease(self) -> Lease | None:
-        return self._text.lease
-
-    @property
-    def decodes_inline(self) -> bool:
-        return self._text.lease is None
-
-    async def fill(self, body: Body, execution: Execution, timings: Timings) -> None:
-        sources: dict[str, Source] = {**execution.request.tensors(), **self._fillers}
-        with timings.stage("decode"):
-            await execution.fill(sources, body_lease=self._text.lease)
-        self.close()
-
-    def close(self) -> None:
-        self._text.release()
-
-
-async def small_body(request: Request, settings: Settings, max_bytes: int) -> bytes:
+async def small_body(
+    request: Request, context: RequestContext, settings: Settings, max_bytes: int
+) -> bytes:
     """Receive a whole body of at most ``max_bytes``. Raises as `Body`."""
-    body = Body.of(request, BodyLimits.of(settings, max_bytes))
+    body = Body.of(request, BodyLimits.of(settings, max_bytes), context)
     return await body.at_least(max_bytes + 1)
 
 
@@ -334,8 +388,12 @@ def _from(target: memoryview | int, at: int) -> memoryview | int:
 
 
 def _wrong_length(targets: Iterable[memoryview | int], found: int) -> MalformedRequest:
-    described = sum(map(size_of_target, targets))
+    described = sum(map(_size_of, targets))
     more = "" if found < described else " or more"
     return MalformedRequest(
         f"the header describes {described} bytes of data, but {found}{more} follow"
     )
+
+
+def _size_of(target: memoryview | int) -> int:
+    return target if isinstance(target, int) else len(target)

@@ -18,9 +18,11 @@ from convgrad.wire.shapes import data_view, dtype_of
 from convgrad_service.engine.execution import Execution, ResponseTemplate, Result, split_at
 from convgrad_service.engine.memory.arena import Lease
 from convgrad_service.engine.pipeline import Pipeline
-from convgrad_service.engine.request import SMALL_BYTES, Decoded, Fields, Timings, blank
-from convgrad_service.http_api.body import Body, TextReader
+from convgrad_service.engine.request import SMALL_BYTES, Decoded, Fields, blank
+from convgrad_service.engine.telemetry.record import Timings
+from convgrad_service.http_api.body import Body
 from convgrad_service.http_api.json_forms import (
+    TextReader,
     describe_json_request,
     json_answer,
     refuse_endless_values,
@@ -46,20 +48,6 @@ from convgrad_service.http_api.transport import (
     match_content_type,
 )
 from convgrad_service.problems import Problem
-
-__all__ = [
-    "ANSWER_FORMS",
-    "BODY_FORMS",
-    "JSON",
-    "MAX_KEY_BYTES",
-    "REPORT_HEADER",
-    "SAFETENSORS",
-    "AnswerForm",
-    "BodyForm",
-    "BodyTransport",
-    "OperationTransport",
-    "Reader",
-]
 
 REPORT_HEADER = "X-Report"
 MAX_KEY_BYTES = 4096

@@ -17,9 +17,9 @@ from convgrad.errors import MalformedRequest, Overloaded, ProblemTooLarge, Servi
 from convgrad.wire.sentences import shown
 from convgrad_service.engine.engine import call_hub
 from convgrad_service.engine.execution import Execution, Result
-from convgrad_service.engine.hub import JobHandle
 from convgrad_service.engine.request import Decoded, blank
 from convgrad_service.engine.scheduling.quotas import Caller, KeyLimits, Ticket
+from convgrad_service.engine.scheduling.task import JobHandle
 from convgrad_service.engine.submissions import Submissions
 from convgrad_service.http_api.codecs import JSON, BodyForm, BodyTransport
 from convgrad_service.http_api.middleware import context_of
@@ -30,8 +30,6 @@ from convgrad_service.oip.fields import SharedMemory
 from convgrad_service.oip.request import Region
 from convgrad_service.problems import Problem
 from convgrad_service.problems.examinations import TimeIt, Verify
-
-__all__ = ["EVENT_STREAM", "PlanTransport", "TimeTransport", "VerifyTransport"]
 
 EVENT_STREAM = "text/event-stream"
 # How often a waiting client is sent its queue position, if that has changed.

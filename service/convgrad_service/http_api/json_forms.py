@@ -8,7 +8,7 @@ the arrays' memory, when they are sent. The base64 never becomes a Python string
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -22,19 +22,14 @@ from convgrad.errors import MalformedRequest, ProblemTooLarge
 from convgrad.wire.json_tensors import FORMS, Base64Text, Form, decode_tensor, encode_tensor
 from convgrad.wire.sentences import shown
 from convgrad.wire.shapes import dtype_of
+from convgrad_service.engine.execution import Execution, Filler, Source
+from convgrad_service.engine.memory.arena import Lease
+from convgrad_service.engine.pipeline import Pipeline
 from convgrad_service.engine.request import SMALL_BYTES, blank
+from convgrad_service.engine.telemetry.record import Timings
+from convgrad_service.http_api.body import Body, Text
 from convgrad_service.http_api.transport import EncodedLater
 from convgrad_service.long_json import LongValues, blocks_of, dumps
-
-__all__ = [
-    "DeferredTensor",
-    "describe_json_request",
-    "described_tensor",
-    "json_answer",
-    "parse_json_body",
-    "refuse_endless_values",
-    "stored_tensor",
-]
 
 # Fits the cache, and is a multiple of four characters (three bytes).
 _BLOCK_BYTES = 3 * 2**18
@@ -51,9 +46,39 @@ _BASE64 = LongValues(
 _MAX_VALUES = 2**20
 
 
+class TextReader:
+    """See `Reader`: the whole body is in the arena until its tensors have been read from it."""
+
+    def __init__(self, content_type: str) -> None:
+        self._content_type = content_type
+        self._text = Text(memoryview(b""))
+        self._fillers: dict[str, Filler] = {}
+
+    async def head(self, body: Body, pipeline: Pipeline) -> Hashable | None:
+        self._text = await body.whole(pipeline.engine)
+        return None
+
+    @property
+    def body_lease(self) -> Lease | None:
+        return self._text.lease
+
+    @property
+    def decodes_inline(self) -> bool:
+        return self._text.lease is None
+
+    async def fill(self, body: Body, execution: Execution, timings: Timings) -> None:
+        sources: dict[str, Source] = {**execution.request.tensors(), **self._fillers}
+        with timings.stage("decode"):
+            await execution.fill(sources, body_lease=self._text.lease)
+        self.close()
+
+    def close(self) -> None:
+        self._text.release()
+
+
 def describe_json_request(
     body: bytes | bytearray | memoryview, operation: Operation
-) -> tuple[dict[str, Any], dict[str, Callable[[NDArray[Any]], None]]]:
+) -> tuple[dict[str, Any], dict[str, Filler]]:
     """Return a request's fields, and the fillers of those tensors that are still blank.
 
     A tensor with long base64 is a blank of its shape and dtype until its filler is called with its
@@ -67,7 +92,7 @@ def describe_json_request(
     """
     fields = parse_json_body(body)
     refuse_unknown(operation.request, fields)
-    fillers: dict[str, Callable[[NDArray[Any]], None]] = {}
+    fillers: dict[str, Filler] = {}
     stored = {
         name: _stored_name(value, name)
         for name in operation.tensors
@@ -106,9 +131,7 @@ def _stored_name(tensor: Mapping[str, Any], field: str) -> str:
     return name
 
 
-def described_tensor(
-    tensor: Any, name: str
-) -> tuple[NDArray[Any], Callable[[NDArray[Any]], None] | None]:
+def described_tensor(tensor: Any, name: str) -> tuple[NDArray[Any], Filler | None]:
     """Return a tensor's array and, if that is still blank, its filler.
 
     Raises

@@ -21,15 +21,19 @@ from starlette.middleware.errors import ServerErrorMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from convgrad.errors import ServiceError
+from convgrad_service.engine.admission import ClientGone
 from convgrad_service.engine.pipeline import Pipeline
-from convgrad_service.engine.request import TRACE_HEADERS, ClientGone, RequestContext, log_exchange
-from convgrad_service.engine.request import access as _access
+from convgrad_service.engine.telemetry.record import (
+    TRACE_HEADERS,
+    ExchangeLine,
+    RequestContext,
+    access,
+)
 from convgrad_service.engine.telemetry.tracing import Traces
-from convgrad_service.http_api.connection import ReceiveInto, connection_of
+from convgrad_service.http_api.body import connection_of
 from convgrad_service.http_api.problem_details import internal, problem_details
+from convgrad_service.http_api.receive_into import ReceiveInto
 from convgrad_service.security.keys import KEY_REFUSALS, KeyRing, require_path
-
-__all__ = ["ExchangeApp", "ExchangeMiddleware", "begin_context", "context_of", "needs_no_key"]
 
 _KEY = "convgrad.context"
 _log = logging.getLogger("convgrad.http")
@@ -135,15 +139,14 @@ class ExchangeMiddleware:
             self.traces.end(context, name, attributes, failed=context.status >= 500)
         quiet = context.status < 400 and _route_path(scope).startswith(_QUIET_PATHS)
         level = logging.DEBUG if quiet else logging.INFO
-        if not _access.isEnabledFor(level):
+        if not access.isEnabledFor(level):
             return
         if self.traces is None:
             context.trace = _trace(scope)
         context.client = _client(scope)
         path = scope["path"][:200]
-        log_exchange(
-            level, context, {"method": scope["method"], "path": path, "status": context.status}
-        )
+        fields = {"method": scope["method"], "path": path, "status": context.status}
+        access.log(level, ExchangeLine(context, fields))
 
 
 def _trace(scope: Scope) -> dict[str, str]:

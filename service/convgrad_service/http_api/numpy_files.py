@@ -30,24 +30,9 @@ from convgrad.wire.sentences import shown
 from convgrad.wire.shapes import checked_dtype, dtype_of
 from convgrad_service.engine.execution import Execution, Result
 from convgrad_service.engine.request import Fields
-from convgrad_service.http_api.body import TextReader
-from convgrad_service.http_api.json_forms import DeferredTensor
+from convgrad_service.http_api.json_forms import DeferredTensor, TextReader
 from convgrad_service.http_api.transport import Arriving, Chunk, content_type_parameters
 from convgrad_service.problems import Problem
-
-__all__ = [
-    "MEDIA_TYPE",
-    "NPY",
-    "NPZ",
-    "MultipartReader",
-    "encode_npy",
-    "encode_npz",
-    "npy_content_type",
-    "npy_dtype",
-    "refuse_npy",
-    "refuse_npz",
-    "split_form",
-]
 
 MEDIA_TYPE = "multipart/form-data"
 NPY = npy.MEDIA_TYPE

@@ -29,7 +29,7 @@ from convgrad_service.engine.memory.arena import Lease
 from convgrad_service.engine.pipeline import Pipeline
 from convgrad_service.engine.request import SMALL_BYTES, Decoded, blank
 from convgrad_service.engine.shm.registry import RegionInfo
-from convgrad_service.engine.telemetry.metrics import RequestMetrics
+from convgrad_service.engine.telemetry.record import RequestMetrics
 from convgrad_service.http_api.body import Text, small_body
 from convgrad_service.http_api.codecs import MAX_KEY_BYTES
 from convgrad_service.http_api.middleware import Endpoints, context_of
@@ -56,8 +56,6 @@ from convgrad_service.oip.models import (
 )
 from convgrad_service.oip.request import InferInput, InferRequest, Region, Span, known_keys, size_of
 from convgrad_service.server.settings import Settings
-
-__all__ = ["InferTransport", "add_oip"]
 
 _HEADER_LENGTH = b"inference-header-content-length"
 # The JSON before binary data is small, unless it contains numbers too.
@@ -322,7 +320,9 @@ def _add_descriptions(
 
     @router.post("/v2/repository/index", summary="All models, and whether they accept requests.")
     async def index(request: Request) -> JSONResponse:
-        only_ready = _only_ready(await small_body(request, settings, _MAX_BODY_BYTES))
+        only_ready = _only_ready(
+            await small_body(request, context_of(request.scope), settings, _MAX_BODY_BYTES)
+        )
         return JSONResponse(repository_index(pipeline.unready_reason, only_ready=only_ready))
 
     @router.post("/v2/repository/models/{model}/load", include_in_schema=False)
@@ -357,9 +357,10 @@ def _add_regions(
 
     @router.post(f"{region}/register", summary=f"Register a region of {kind} shared memory.")
     async def register(name: str, request: Request) -> JSONResponse:
-        body = await small_body(request, settings, _MAX_BODY_BYTES)
+        context = context_of(request.scope)
+        body = await small_body(request, context, settings, _MAX_BODY_BYTES)
         info = _region(kind, name, strict_json.loads_object(body, "the request"))
-        await memory.register(context_of(request.scope).owner, info)
+        await memory.register(context.owner, info)
         return JSONResponse({})
 
     @router.post(f"{path}/unregister", summary=f"Drop all regions of {kind} shared memory.")

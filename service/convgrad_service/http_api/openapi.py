@@ -41,8 +41,6 @@ from convgrad_service.http_api.openapi_parts import (
 )
 from convgrad_service.server.settings import Settings
 
-__all__ = ["install_openapi"]
-
 _DESCRIPTION = """\
 Tensors are sent and returned as JSON, as a safetensors file or as NumPy files; `Content-Type` is
 the format of the request, `Accept` that of the answer (by default the same). In a safetensors file

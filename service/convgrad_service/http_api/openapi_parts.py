@@ -15,10 +15,6 @@ from convgrad.dtypes import FLOATING, INDEX
 from convgrad.errors import CODES
 from convgrad_service.http_api import problem_details
 
-__all__ = ["ANSWER_HEADERS", "BINARY", "PARAMETERS", "REF", "answer_schema", "described"]
-__all__ += ["error_response", "form_schema", "header", "named_schemas", "ref", "responses_of"]
-__all__ += ["with_named_tensors"]
-
 REF = "#/components/schemas/{}"
 # Answers hold tensors of any type; the others are for requests.
 _KINDS = {"Tensor": (*FLOATING, *INDEX), "FloatTensor": FLOATING, "IndexTensor": INDEX}

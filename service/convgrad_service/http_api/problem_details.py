@@ -17,8 +17,6 @@ from convgrad.errors import (
     ServiceError,
 )
 
-__all__ = ["MEDIA_TYPE", "Headers", "from_http_exception", "internal", "problem_details"]
-
 MEDIA_TYPE = "application/problem+json"
 Headers = list[tuple[bytes, bytes]]
 

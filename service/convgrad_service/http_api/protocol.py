@@ -1,4 +1,4 @@
-"""The HTTP/1.1 protocol of a connection: uvicorn's, with cached heads and the limits that it lacks.
+"""The HTTP/1.1 protocol of a connection: uvicorn's, with the limits that it lacks.
 
 uvicorn limits idle keep-alive connections. It does not limit the time and size of headers, the
 number of connections, or the time that a client leaves its answer unread; with each of these one
@@ -9,9 +9,10 @@ RFC 9112 forbids.
 from __future__ import annotations
 
 import asyncio
+import re
 import uuid
 from asyncio.events import TimerHandle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, cast
 
 import httptools
@@ -22,20 +23,12 @@ from uvicorn.protocols.http.httptools_impl import (
 )
 
 from convgrad.errors import MalformedRequest, Overloaded, RequestTimeout, ServiceError
+from convgrad.wire.sentences import shown
 from convgrad_service.engine.options import MAX_TRANSFER_S
-from convgrad_service.http_api.connection import (
-    CONNECTION,
-    CoalescedWriter,
-    Connection,
-    HeadRefused,
-    ReadInParts,
-    RequestHeadCache,
-    check_head,
-)
+from convgrad_service.http_api.body import CONNECTION, Connection
 from convgrad_service.http_api.problem_details import problem_details
+from convgrad_service.http_api.receive_into import Forwarding
 from convgrad_service.server.settings import Settings
-
-__all__ = ["GuardedProtocol", "guarded_protocol"]
 
 # A body of more parts than this is refused if they are smaller than this on average: it would take
 # a call of the parser for every byte or two.
@@ -44,34 +37,32 @@ _MANY_PARTS, _SMALL_PART_BYTES = 4096, 64
 _MAX_SENT_AHEAD = 16
 
 
+# Longer parts of an answer are not copied.
+_JOINED_BYTES = 64 * 1024
+_INTERIM = b"HTTP/1.1 1"  # 100 Continue: nothing follows until the client sends its body
+_HOST = re.compile(rb"[A-Za-z0-9\-._~!$&'()*+,;=:%\[\]]*")
+
+
 class GuardedProtocol(HttpToolsProtocol):
-    """One connection. ``settings`` and ``heads`` are set by `guarded_protocol`."""
+    """One connection. ``settings`` is set by `guarded_protocol`."""
 
     settings: ClassVar[Settings]
 
     _head_timer: TimerHandle | None = None
     _write_timer: TimerHandle | None = None
     _in_head = True
-    _head_bytes = 0
-    _body_bytes = 0
-    """Bytes that were read after the head, with what frames the body."""
+    _read_bytes = 0
+    """Bytes that were read of the head, or after it, with what frames the body."""
     _refusal: ServiceError | None = None
     _slow: tuple[RequestResponseCycle, int, float] | None = None
     """A paused answer, the bytes that were left of it, and when."""
     _unsent: tuple[int, float] | None = None
     """While closing: the bytes left to send, and the time since which there are that many."""
 
-    heads: ClassVar[RequestHeadCache]
-
     _reader: asyncio.BaseProtocol
     """The object that passes received data on to this protocol."""
-    _between = True
-    """Whether the parser has seen the end of a request, and nothing of the next."""
-    _first = b""
-    """The data of the last read, if a request began with it whose head is yet to be parsed."""
     _repeating_head = False
-    _parts = 0
-    parts_bytes = 0
+    _parts = parts_bytes = 0
     gone: Callable[[], None] | None = None
     """Called when the client has gone; set by the endpoint that computes."""
     watching: RequestResponseCycle | None = None
@@ -104,26 +95,17 @@ class GuardedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
             return  # pipelined after a refused request
-        if self._between and self._receive_known(data):
+        # Before parsing: the parser concatenates an endless header or trailer piece by piece. The
+        # framing of chunks of a fair size is far smaller than their contents.
+        most = self.settings.max_header_bytes + (0 if self._in_head else 2 * self.parts_bytes)
+        if self._read_bytes > most:
+            self._refusal = self._too_large()
+            if not self._in_head:
+                framed = f"{self._read_bytes:,} bytes framed {self.parts_bytes:,} bytes of body"
+                self._refusal = MalformedRequest(framed)
+            self.send_400_response(self._refusal.detail)
             return
-        self._first = data if self._between else b""
-        # Before parsing: the parser concatenates an endless header line piece by piece.
-        if self._in_head:
-            if self._head_bytes > self.settings.max_header_bytes:
-                self._refusal = self._too_large()
-                self.send_400_response(self._refusal.detail)
-                return
-            self._head_bytes += len(data)
-        else:
-            # The same holds for an endless trailer. The framing of chunks of a fair size is far
-            # smaller than their contents.
-            if self._body_bytes > self.settings.max_header_bytes + 2 * self.parts_bytes:
-                self._refusal = MalformedRequest(
-                    f"{self._body_bytes:,} bytes framed {self.parts_bytes:,} bytes of body"
-                )
-                self.send_400_response(self._refusal.detail)
-                return
-            self._body_bytes += len(data)
+        self._read_bytes += len(data)
         self._unset_keepalive_if_required()
         left = memoryview(data)
         try:
@@ -139,50 +121,6 @@ class GuardedProtocol(HttpToolsProtocol):
                 self._refusal = HeadRefused(505, "the version of HTTP is unknown; expected 1.1")
             self.send_400_response(f"this is not a valid HTTP/1.1 request: {error}")
         self._expect_rest_of_head()
-
-    def _receive_known(self, data: bytes) -> bool:
-        """Handle a whole request whose head is cached, without the parser; return whether it is."""
-        before: RequestResponseCycle | None = self.cycle  # None before the first request
-        if self.pipeline or (before is not None and not before.response_complete):
-            return False
-        found = self.heads.find(data)
-        if found is None or len(data) - found[2] != found[0].body_bytes:
-            return False
-        known, request_id, body_at = found
-        self._unset_keepalive_if_required()
-        self._end_head()
-        self.parts_bytes = known.body_bytes
-        exchange = Connection(self)
-        scope: dict[str, Any] = {
-            "type": "http",
-            "asgi": {"version": self.asgi_version, "spec_version": "2.3"},
-            "server": self.server,
-            "client": self.client,
-            "scheme": self.scheme,
-            "root_path": self.root_path,
-            "state": self.app_state.copy(),
-            CONNECTION: exchange,
-            **known.scope(request_id),
-        }
-        self.scope = cast(Any, scope)
-        cycle = self.cycle = exchange.cycle = RequestResponseCycle(
-            scope=self.scope,
-            transport=cast(asyncio.Transport, CoalescedWriter(self.transport)),
-            flow=self.flow,
-            logger=self.logger,
-            access_logger=self.access_logger,
-            access_log=self.access_log,
-            default_headers=self.server_state.default_headers,
-            message_event=asyncio.Event(),
-            expect_100_continue=False,
-            keep_alive=True,
-            on_response=self.on_response_complete,
-        )
-        cycle.body += memoryview(data)[body_at:]
-        cycle.more_body = False
-        cycle.message_event.set()
-        self._start_asgi_task(cycle, self.app)
-        return True
 
     def _ignore_upgrade(self) -> None:
         """Ignore an upgrade and stay with HTTP/1.1 (RFC 9110, 7.8).
@@ -201,15 +139,16 @@ class GuardedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         if self._repeating_head:
             return
-        self._between = False
         super().on_message_begin()
-        self._begin_head()
-        self._parts = self.parts_bytes = 0
+        self._in_head = True
+        self._read_bytes = self._parts = self.parts_bytes = 0
+        self._stop_head_timer()
 
     def on_headers_complete(self) -> None:
         if self._repeating_head:
             return
-        self._end_head()
+        self._in_head, self._read_bytes = False, 0
+        self._stop_head_timer()
         version = self.parser.get_http_version()
         try:
             self._check_head_size()
@@ -229,19 +168,8 @@ class GuardedProtocol(HttpToolsProtocol):
         # other headers than we read.
         self.headers = []
         exchange.cycle = self.cycle
-        if self._first:
-            self._learn_head(self._first)
         if self.scope["method"] != "HEAD":  # whose answer has no body
             self.cycle.transport = cast(asyncio.Transport, CoalescedWriter(self.transport))
-
-    def _learn_head(self, first: bytes) -> None:
-        self._first = b""
-        scope = cast(dict[str, Any], self.scope)
-        plain = scope["method"] == "POST" and scope["http_version"] == "1.1"
-        if plain and self.cycle.keep_alive and not self.parser.should_upgrade():
-            self.heads.learn(
-                first, scope["raw_path"], scope["path"], scope["query_string"], scope["headers"]
-            )
 
     def on_body(self, body: bytes) -> None:
         self._parts += 1
@@ -258,13 +186,11 @@ class GuardedProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         # For an upgrade this is only the end of the head; the new parser reports the body's end.
         if not self.parser.should_upgrade():
-            self._between = True
             super().on_message_complete()
 
     def restart_parser(self) -> None:
         """Start parsing a new request, with a new parser that has not seen the last body."""
         self.parser = httptools.HttpRequestParser(self)
-        self._between = True
         self.cycle.more_body = False
         self.cycle.message_event.set()
         self.switch_protocol(self._reader)
@@ -329,16 +255,6 @@ class GuardedProtocol(HttpToolsProtocol):
         else:
             self._close_with(self._refusal or MalformedRequest(msg))
 
-    def _begin_head(self) -> None:
-        self._in_head = True
-        self._head_bytes = 0
-        self._stop_head_timer()
-
-    def _end_head(self) -> None:
-        self._in_head = False
-        self._body_bytes = 0
-        self._stop_head_timer()
-
     def _expect_rest_of_head(self) -> None:
         """Limit the time until the head is complete, unless it came in one read, as most do."""
         if self._in_head and self._head_timer is None:
@@ -391,10 +307,94 @@ class GuardedProtocol(HttpToolsProtocol):
 
 def guarded_protocol(settings: Settings) -> type[GuardedProtocol]:
     """Return a protocol class with these settings, which uvicorn instantiates per connection."""
-    own = {"settings": settings, "heads": RequestHeadCache()}
-    return type("GuardedProtocol", (GuardedProtocol,), own)
+    return type("GuardedProtocol", (GuardedProtocol,), {"settings": settings})
 
 
 def _stop(timer: TimerHandle | None) -> None:
     if timer is not None:
         timer.cancel()
+
+
+class ReadInParts(Forwarding):
+    """Passes data on in parts of a limited size; uvloop alone would read up to 256 KB at a time.
+
+    The part of a body that arrives together with the head is copied twice, and is held in memory
+    while the request waits to be admitted.
+    """
+
+    # Shared by all connections: the data is copied before anything else is read.
+    _shared = memoryview(bytearray(64 * 1024))
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._shared
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._behind.data_received(bytes(self._shared[:nbytes]))
+
+
+class CoalescedWriter:
+    """The part of a transport that uvicorn's cycle of one answer uses."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._head: bytes | None = None
+        self._has_head = False
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Write; hold an answer's head back until the next write."""
+        if self._head is not None:
+            head, self._head = self._head, None
+            if len(data) <= _JOINED_BYTES:
+                data = b"".join((head, data))
+            else:
+                self._transport.write(head)
+        elif not self._has_head and bytes(data[: len(_INTERIM)]) != _INTERIM:
+            self._has_head = True
+            self._head = bytes(data)
+            return
+        self._transport.write(data)
+
+    def close(self) -> None:
+        """Close the transport, after flushing."""
+        if self._head is not None:
+            self._transport.write(self._head)
+            self._head = None
+        self._transport.close()
+
+    def is_closing(self) -> bool:
+        """See `asyncio.BaseTransport`."""
+        return self._transport.is_closing()
+
+
+class HeadRefused(MalformedRequest):
+    """A head that must be refused with a given status."""
+
+    def __init__(self, status: int, detail: str) -> None:
+        super().__init__(detail)
+        self.status = status
+
+
+def check_head(version: str, headers: Sequence[tuple[bytes, bytes]]) -> None:
+    """Raise HeadRefused for heads that RFC 9112 forbids; header names are in lower case.
+
+    That is another version than HTTP/1.0 or 1.1, a missing, repeated or invalid Host, and a
+    transfer coding other than chunked, or any in HTTP/1.0.
+    """
+    if version not in ("1.0", "1.1"):
+        raise HeadRefused(505, f"the request is in HTTP/{version}; expected HTTP/1.1")
+    hosts = [value for name, value in headers if name == b"host"]
+    listed = b",".join([value for name, value in headers if name == b"transfer-encoding"])
+    if len(hosts) != 1 and (hosts or version == "1.1"):
+        raise HeadRefused(400, f"the request has {len(hosts)} Host headers; expected one")
+    if hosts and not _HOST.fullmatch(hosts[0]):
+        raise HeadRefused(400, f"Host is {shown(hosts[0].decode('latin-1'))}, not a valid host")
+    if listed and version == "1.0":
+        raise HeadRefused(400, "HTTP/1.0 has no Transfer-Encoding")
+    codings = [coding.strip().lower() for coding in listed.split(b",")] if listed else []
+    if codings not in ([], [b"chunked"]):
+        # Only chunked, as the last coding, delimits the body.
+        framed = codings[-1] == b"chunked" and codings.count(b"chunked") == 1
+        raise HeadRefused(
+            501 if framed else 400,
+            f"Transfer-Encoding is {shown(listed.decode('latin-1'))}; expected chunked alone",
+        )

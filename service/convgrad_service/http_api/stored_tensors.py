@@ -22,9 +22,8 @@ from convgrad_service.engine.memory.arena import Lease, leased
 from convgrad_service.engine.pipeline import Pipeline
 from convgrad_service.engine.scheduling.quotas import Ticket, acquired
 from convgrad_service.engine.shm.stored import TensorStore
-from convgrad_service.http_api.body import Body, BodyLimits
+from convgrad_service.http_api.body import Body, BodyLimits, connection_of
 from convgrad_service.http_api.codecs import JSON, SAFETENSORS
-from convgrad_service.http_api.connection import connection_of
 from convgrad_service.http_api.json_forms import described_tensor, parse_json_body
 from convgrad_service.http_api.middleware import context_of
 from convgrad_service.http_api.numpy_files import NPY, npy_content_type, npy_dtype
@@ -38,8 +37,6 @@ from convgrad_service.http_api.transport import (
 )
 from convgrad_service.problems.base import TensorSpec
 from convgrad_service.server.settings import Settings
-
-__all__ = ["stored_routes"]
 
 _MEDIA_TYPES = (JSON, SAFETENSORS, NPY)
 _WHAT = "the tensor"
@@ -96,7 +93,7 @@ class _StoredTensor:
         lives_s = seconds_in(headers.get("x-time-to-live"), "X-Time-To-Live")
         settings = self._settings
         max_bytes = settings.max_json_bytes if media_type == JSON else settings.max_body_bytes
-        body = Body.of(request, BodyLimits.of(settings, max_bytes, self._engine))
+        body = Body.of(request, BodyLimits.of(settings, max_bytes, self._engine), context)
         async with acquired(self._engine, context.caller) as ticket:
             if media_type == JSON:
                 taken = self._from_json(body, ticket)

@@ -15,34 +15,14 @@ from starlette.types import Receive, Scope, Send
 
 from convgrad.contract import Operation
 from convgrad.errors import MalformedRequest, NotAcceptable, ServiceError, UnsupportedMediaType
+from convgrad_service.engine.admission import CancelScope, ClientGone, Deadline
 from convgrad_service.engine.memory.arena import Lease
 from convgrad_service.engine.pipeline import Pipeline, Transport
-from convgrad_service.engine.request import (
-    SMALL_BYTES,
-    CancelScope,
-    ClientGone,
-    ComputeRequest,
-    Deadline,
-)
-from convgrad_service.http_api.body import Body, BodyLimits
-from convgrad_service.http_api.connection import CONNECTION, Connection, connection_of
+from convgrad_service.engine.request import SMALL_BYTES, ComputeRequest
+from convgrad_service.http_api.body import CONNECTION, Body, BodyLimits, Connection, connection_of
 from convgrad_service.http_api.middleware import context_of
 from convgrad_service.http_api.problem_details import Headers
 from convgrad_service.server.settings import Settings
-
-__all__ = [
-    "Arriving",
-    "Chunk",
-    "EncodedLater",
-    "Endpoint",
-    "HttpTransport",
-    "choose_accepted",
-    "content_type_parameters",
-    "match_content_type",
-    "refuse_encoded",
-    "seconds_in",
-    "send_chunks",
-]
 
 T = TypeVar("T")
 Wait = Callable[[Coroutine[Any, Any, int]], Awaitable[int]]
@@ -123,7 +103,8 @@ class HttpTransport(Transport):
     def body(self, max_bytes: int) -> Body:
         """Return the request's body, of at most ``max_bytes``."""
         limits = BodyLimits.of(self._settings, max_bytes, self.pipeline.engine)
-        self._received = Body(self._receive, self.request.body_bytes, limits, self._scope)
+        length, connection = self.request.body_bytes, connection_of(self._scope)
+        self._received = Body(self._receive, length, limits, connection, self._context)
         return self._received
 
     def watch(self, gone: Callable[[], None] | None) -> None:

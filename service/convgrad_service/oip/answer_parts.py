@@ -9,8 +9,6 @@ from numpy.typing import NDArray
 
 from convgrad_service.problems.base import TensorSpec
 
-__all__ = ["MAX_PART_BYTES", "AnswerParts", "Rows", "row_bytes"]
-
 MAX_PART_BYTES = 256 * 2**20
 """Approximate limit of the rows of one output in one response."""
 

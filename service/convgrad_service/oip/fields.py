@@ -20,17 +20,6 @@ from convgrad_service.engine.shm.registry import RegionInfo, RegionPart, RegionR
 from convgrad_service.oip.request import InferInput, InferRequest, Region, Span, parsed
 from convgrad_service.server.settings import Settings
 
-__all__ = [
-    "VERSION",
-    "Kind",
-    "SharedMemory",
-    "described",
-    "operation_named",
-    "output_fields",
-    "request_fields",
-    "tensor_in",
-]
-
 VERSION = "1"
 """The only version of every model."""
 

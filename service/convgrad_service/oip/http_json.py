@@ -41,8 +41,6 @@ from convgrad_service.oip.request import (
 )
 from convgrad_service.problems import Problem
 
-__all__ = ["HttpAnswer", "encode_answer", "read_infer_head", "refuse_in_json"]
-
 _REQUEST_KEYS = ("id", "model_name", "model_version", "parameters", "inputs", "outputs")
 _INPUT_KEYS = ("name", "shape", "datatype", "parameters", "data")
 _OUTPUT_KEYS = ("name", "parameters")

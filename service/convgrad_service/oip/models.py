@@ -16,18 +16,10 @@ from convgrad import _version
 from convgrad.contract import OPERATIONS, Operation, validate
 from convgrad.dtypes import DType
 from convgrad.wire.json_tensors import decode_tensor
-from convgrad_service.engine.telemetry.metrics import Duration, OperationStatistics
+from convgrad_service.engine.telemetry.record import Duration, OperationStatistics
 from convgrad_service.oip.fields import VERSION, output_fields
 from convgrad_service.oip.request import protocol_name
 from convgrad_service.problems import problem_from
-
-__all__ = [
-    "model_config",
-    "model_metadata",
-    "model_statistics",
-    "repository_index",
-    "server_metadata",
-]
 
 PLATFORM = "convgrad"
 _EXTENSIONS = (

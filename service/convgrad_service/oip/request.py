@@ -22,24 +22,6 @@ from convgrad.wire import strict_json
 from convgrad.wire.sentences import shown
 from convgrad_service.engine.execution import Filler
 
-__all__ = [
-    "IN_JSON",
-    "InferInput",
-    "InferOutput",
-    "InferRequest",
-    "Region",
-    "Reserved",
-    "Span",
-    "dtype_named",
-    "input_region",
-    "known_keys",
-    "output_region",
-    "parsed",
-    "protocol_name",
-    "separated",
-    "size_of",
-]
-
 _NAMES = {
     DType.FLOAT16: "FP16",
     DType.BFLOAT16: "BF16",

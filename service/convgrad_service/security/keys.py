@@ -31,24 +31,6 @@ from pydantic import ByteSize, Field, TypeAdapter, ValidationError
 from convgrad.errors import PermissionDenied, Unauthenticated
 from convgrad_service.engine.scheduling.quotas import NO_LIMITS, Caller, KeyLimits
 
-__all__ = [
-    "ADMIN",
-    "INFER",
-    "KEY_REFUSALS",
-    "METRICS",
-    "NAME",
-    "SCOPES",
-    "Key",
-    "KeyRing",
-    "KeysError",
-    "hash_of",
-    "new_key",
-    "read_keys",
-    "read_line",
-    "require_method",
-    "require_path",
-]
-
 INFER, METRICS, ADMIN = "infer", "metrics", "admin"
 SCOPES = frozenset({INFER, METRICS, ADMIN})
 """``infer``: compute and store tensors; ``metrics``: read metrics and statistics; ``admin``:

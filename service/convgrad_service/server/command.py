@@ -19,9 +19,6 @@ from convgrad import _version
 from convgrad_service.server.logs import configure_logs
 from convgrad_service.server.settings import Settings, log_format_variable
 
-__all__ = ["markdown_table", "serve", "setting_fields"]
-
-
 _log = logging.getLogger("convgrad.serve")
 
 # Stored tensors, pipes to the other processes, libraries.

@@ -24,18 +24,6 @@ from convgrad_service.server.warm_up import warm_up
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-__all__ = [
-    "MemoryBudget",
-    "backend_of",
-    "create_app",
-    "engine_options",
-    "freeze_startup_objects",
-    "memory_budget",
-    "pipeline_on",
-    "prepare_process",
-    "worker_recipe",
-]
-
 # Assumed if the system does not report its memory.
 _UNKNOWN_BYTES = 8 * 2**30
 # Used by the interpreters, libraries and threads of a server's processes, and kept by malloc.

@@ -13,8 +13,6 @@ import socket
 from collections import deque
 from collections.abc import Callable
 
-__all__ = ["ConnectionDispatcher", "ConnectionSource"]
-
 _log = logging.getLogger("convgrad.serve")
 _BACKLOG = 2048
 # Connections accepted before the event loop runs anything else.

@@ -18,8 +18,6 @@ from convgrad_service.engine.options import InlineBackend
 from convgrad_service.server.composition import freeze_startup_objects, pipeline_on, prepare_process
 from convgrad_service.server.settings import Settings
 
-__all__ = ["Serve", "front_main", "serve_grpc", "serve_http"]
-
 Serve = Callable[..., Coroutine[Any, Any, None]]
 """`serve_http` or `serve_grpc`."""
 

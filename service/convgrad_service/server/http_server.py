@@ -18,8 +18,6 @@ from convgrad_service.server.connection_dispatcher import ConnectionSource
 from convgrad_service.server.settings import Settings
 from convgrad_service.server.tls import server_context
 
-__all__ = ["ConvgradServer", "listening_socket"]
-
 _log = logging.getLogger("convgrad.server")
 
 

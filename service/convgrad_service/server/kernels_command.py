@@ -18,8 +18,6 @@ from convgrad_service.backends.cuda.nvrtc import MAJORS, CompileError, find_nvrt
 from convgrad_service.plans.cuda.device import ARCHITECTURES
 from convgrad_service.process import usable_cores
 
-__all__ = ["kernels"]
-
 
 def kernels(argv: Sequence[str] | None = None) -> int:
     """Compile kernels that the cache lacks; return the exit status, 1 if any did not compile."""

@@ -10,8 +10,6 @@ from pathlib import Path
 
 from convgrad_service.security.keys import NAME, KeysError, hash_of, new_key, read_keys, read_line
 
-__all__ = ["key"]
-
 
 def key(argv: Sequence[str] | None = None) -> int:
     """Create a key; return the exit status, 1 if its name is taken or the file is not writable."""

@@ -11,9 +11,7 @@ import time
 from types import TracebackType
 from typing import Literal
 
-from convgrad_service.engine.request import ExchangeLine
-
-__all__ = ["LogFormat", "configure_logs"]
+from convgrad_service.engine.telemetry.record import ExchangeLine
 
 LogFormat = Literal["text", "json"]
 

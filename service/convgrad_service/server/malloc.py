@@ -12,8 +12,6 @@ import os
 import sys
 import threading
 
-__all__ = ["keep_large_blocks"]
-
 # From malloc.h. Setting any of them disables glibc's dynamic adjustment of the others.
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -2, -4, -8
 _INT_MAX = 2**31 - 1  # mallopt takes an int

@@ -18,8 +18,6 @@ from convgrad_service.engine.hub import Hub
 from convgrad_service.engine.scheduling.quotas import Usage
 from convgrad_service.engine.telemetry.metrics import Metrics, triton_exposition
 
-__all__ = ["add_connection_metrics", "add_metrics", "add_process_metrics"]
-
 _NET = Path("/proc/net")
 _ESTABLISHED = "01"
 

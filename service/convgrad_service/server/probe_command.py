@@ -19,8 +19,6 @@ from pydantic import ValidationError
 
 from convgrad_service.server.settings import Settings
 
-__all__ = ["probe"]
-
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - compared with, not bound to
 
 

@@ -42,8 +42,6 @@ from convgrad_service.server.http_server import listening_socket
 from convgrad_service.server.metrics import add_connection_metrics, add_metrics, add_process_metrics
 from convgrad_service.server.settings import Settings
 
-__all__ = ["CannotListen", "ProcessTree", "run_until_signalled"]
-
 _log = logging.getLogger("convgrad.serve")
 
 # How long a front end may take beyond the shutdown grace before it is killed.

@@ -18,8 +18,6 @@ from convgrad_service.grpc_api.server import GrpcServer
 from convgrad_service.grpc_api.wire import SERVICE
 from convgrad_service.server.settings import Settings
 
-__all__ = ["Answer", "GrpcIngress", "add_open_inference"]
-
 METHODS = [name for name in SERVICE.methods_by_name if name != "ModelStreamInfer"]
 
 
@@ -60,7 +58,7 @@ class GrpcIngress:
 
 
 class _Rpc:
-    """The part of grpcio's context that `grpc_api.call.Call` uses; the message is here already."""
+    """What `grpc_api.exchange.Call` uses of grpcio's context; the message is here already."""
 
     def __init__(self, body: bytes, context: Any) -> None:
         self._messages: list[Any] = [body]

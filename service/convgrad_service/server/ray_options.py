@@ -6,8 +6,6 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ByteSize, Field, model_validator
 
-__all__ = ["Options"]
-
 
 class Options(BaseModel, extra="forbid"):
     """The arguments of `serve run` and of a Serve configuration."""

@@ -33,8 +33,6 @@ from convgrad_service.server.ray_grpc import METHODS, Answer, GrpcIngress
 from convgrad_service.server.ray_options import Options
 from convgrad_service.server.settings import Settings
 
-__all__ = ["application"]
-
 _log = logging.getLogger("convgrad.ray")
 
 

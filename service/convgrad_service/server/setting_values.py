@@ -8,8 +8,6 @@ from pathlib import Path
 from convgrad_service.security.keys import read_keys
 from convgrad_service.server.warm_up import read_warm_up
 
-__all__ = ["valid_key_file", "valid_otlp_endpoint", "valid_tuning_table", "valid_warm_up_file"]
-
 
 def valid_key_file(path: Path) -> Path:
     """Return the path of a file of API keys."""

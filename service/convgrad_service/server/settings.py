@@ -23,8 +23,6 @@ from convgrad_service.server.setting_values import (
     valid_warm_up_file,
 )
 
-__all__ = ["Settings", "log_format_variable"]
-
 _PREFIX = "CONVGRAD_"
 _CLIENT_VARIABLES = ("CONVGRAD_URL", "CONVGRAD_API_KEY")
 _SERVICE_VARIABLE = re.compile(

@@ -14,8 +14,6 @@ from typing import Generic, NamedTuple, TypeVar
 
 from convgrad_service.server.settings import Settings
 
-__all__ = ["Pem", "TlsError", "newest_pem", "server_context"]
-
 # Minimum interval between checks whether the files have changed.
 _CHECK_S = 5.0
 

@@ -15,8 +15,6 @@ from convgrad_service.backends.cuda.tuning.tuner import OPERATIONS, Bench, tune
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.server.warm_up import read_warm_up
 
-__all__ = ["tune_kernels"]
-
 Opener = Callable[[argparse.Namespace], tuple[CudaDevice, Bench]]
 
 

@@ -42,8 +42,6 @@ from convgrad_service.backends.cuda.nvrtc import CompileError
 from convgrad_service.engine.memory.tensor_layout import pieces_of, problem_size
 from convgrad_service.problems import Problem, problem_from
 
-__all__ = ["read_warm_up", "warm_up"]
-
 _log = logging.getLogger("convgrad.warm_up")
 # The kinds of layers in a file: `Layer.kind`, and operations, whose names may contain `ndim`.
 _KINDS: Mapping[str, tuple[Kind, tuple[str, ...]]] = {

@@ -25,21 +25,16 @@ from convgrad.errors import (
     ProblemTooLarge,
 )
 from convgrad_service.backends.base import Outcome
-from convgrad_service.engine.admission import Limits
+from convgrad_service.engine.admission import CancelScope, Deadline, Limits
 from convgrad_service.engine.embedded import embedded_hub
 from convgrad_service.engine.execution import Result
-from convgrad_service.engine.hub import Hub, JobHandle
+from convgrad_service.engine.hub import Hub
 from convgrad_service.engine.memory.arena import PAGE_BYTES
 from convgrad_service.engine.options import SMALL_REQUEST_BYTES, EngineOptions
 from convgrad_service.engine.pipeline import Pipeline
-from convgrad_service.engine.request import (
-    CancelScope,
-    ComputeRequest,
-    Deadline,
-    Decoded,
-    Timings,
-    blank,
-)
+from convgrad_service.engine.request import ComputeRequest, Decoded, blank
+from convgrad_service.engine.scheduling.task import JobHandle
+from convgrad_service.engine.telemetry.record import Timings
 from tests.support.fake_backends import Blocking, Zeros
 from tests.support.in_memory import Kept, answer, begun, kept
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from convgrad.errors import DeadlineExceeded
-from convgrad_service.engine.request import CancelScope, Deadline
+from convgrad_service.engine.admission import CancelScope, Deadline
 
 
 class Gone(Exception):

@@ -10,10 +10,10 @@ import pytest
 from starlette.types import Message
 
 from convgrad.errors import MalformedRequest, Overloaded, PayloadTooLarge, ProblemTooLarge
+from convgrad_service.engine.admission import ClientGone
 from convgrad_service.engine.embedded import embedded_hub
 from convgrad_service.engine.hub import Hub
 from convgrad_service.engine.options import EngineOptions
-from convgrad_service.engine.request import ClientGone
 from convgrad_service.http_api.body import Body, BodyLimits
 from tests.support.fake_backends import Zeros
 

@@ -11,7 +11,7 @@ import pytest
 
 from convgrad.contract import OPERATIONS, Report, validate
 from convgrad.errors import MalformedRequest, ProblemTooLarge
-from convgrad_service.engine.telemetry.metrics import Record, RequestMetrics
+from convgrad_service.engine.telemetry.record import Record, RequestMetrics
 from convgrad_service.oip.http_json import encode_answer, refuse_in_json
 from convgrad_service.oip.models import (
     model_config,

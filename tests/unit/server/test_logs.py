@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from convgrad_service.engine.request import RequestContext, log_exchange
+from convgrad_service.engine.telemetry.record import ExchangeLine, RequestContext, access
 from convgrad_service.server.logs import LogFormat, configure_logs
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
@@ -39,7 +39,7 @@ def lines(
     context.client, context.sent_bytes = "10.1.2.3", 7
     context.trace = {"traceparent": f"00-{TRACE}-b7ad6b7169203331-01"}
     context.timings.add("compute", 0.25)
-    log_exchange(logging.INFO, context, {"method": "POST", "path": path, "status": 200})
+    access.info(ExchangeLine(context, {"method": "POST", "path": path, "status": 200}))
     try:
         raise ValueError("two\nlines")
     except ValueError:

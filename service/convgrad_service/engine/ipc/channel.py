@@ -16,28 +16,6 @@ from typing import Any, NamedTuple, cast
 
 from convgrad.errors import ServiceError
 
-__all__ = [
-    "MAX_INTERNED",
-    "MAX_MISSED",
-    "Cancel",
-    "Channel",
-    "Compiled",
-    "Compiling",
-    "Forget",
-    "Heartbeat",
-    "Hello",
-    "InternTable",
-    "Interned",
-    "MessageTypes",
-    "NewRegion",
-    "Ping",
-    "Pipe",
-    "Pong",
-    "Probe",
-    "ProbeResult",
-    "RunTask",
-]
-
 _LENGTH_BYTES = 4
 _READ_BYTES = 64 * 1024
 MAX_INTERNED = 256

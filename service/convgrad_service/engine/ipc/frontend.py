@@ -14,8 +14,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from convgrad.errors import Overloaded
-from convgrad_service.engine.admission import Status
-from convgrad_service.engine.hub import Hub
+from convgrad_service.engine.hub import Hub, Status
 from convgrad_service.engine.ipc.channel import (
     MAX_MISSED,
     Channel,
@@ -30,11 +29,9 @@ from convgrad_service.engine.memory.tensor_layout import TensorLayout, unpack_la
 from convgrad_service.engine.scheduling.quotas import Caller, CountedTicket
 from convgrad_service.engine.scheduling.task import Job, JobResult, Task, TaskGroup
 from convgrad_service.engine.shm.registry import RegionPart, RegionSlice
-from convgrad_service.engine.telemetry.metrics import Record
+from convgrad_service.engine.telemetry.record import Record
 from convgrad_service.engine.workers.child_process import START_S
 from convgrad_service.problems.base import Lane
-
-__all__ = ["FrontEnd"]
 
 POCKET_BYTES = 4 * 2**20
 

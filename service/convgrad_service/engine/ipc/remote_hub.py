@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from convgrad_service.engine.admission import Status
-from convgrad_service.engine.hub import JobHandle
+from convgrad_service.engine.hub import Status
 from convgrad_service.engine.ipc.channel import Channel, InternTable, Ping, Pong
 from convgrad_service.engine.ipc.frontend import (
     TYPES,
@@ -26,12 +25,10 @@ from convgrad_service.engine.ipc.frontend import (
 from convgrad_service.engine.memory.arena import Arena, FreeList, Lease
 from convgrad_service.engine.options import InlineBackend
 from convgrad_service.engine.scheduling.quotas import Caller, Ticket
-from convgrad_service.engine.scheduling.task import Job, JobResult, OnPartDone
+from convgrad_service.engine.scheduling.task import Job, JobHandle, JobResult, OnPartDone
 from convgrad_service.engine.shm.registry import RegionPart, RegionSlice
-from convgrad_service.engine.telemetry.metrics import Record
+from convgrad_service.engine.telemetry.record import Record
 from convgrad_service.engine.workers.inline_executor import InlineExecutor
-
-__all__ = ["RemoteHub"]
 
 # Records of finished requests are sent with the next message, or after this time.
 _RECORD_DELAY_S = 0.05

@@ -29,8 +29,6 @@ from convgrad.errors import DeviceOutOfMemory, Overloaded, ProblemTooLarge
 from convgrad_service.engine.shm.registry import RegionSlice
 from convgrad_service.problems.base import TensorSpec
 
-__all__ = ["Arena", "FreeList", "Lease", "LeasePool", "leased", "out_of_memory"]
-
 # Nobody knows when memory will be free again; the SDK's first retries wait a second anyway.
 _RETRY_AFTER_S = 1.0
 # Up to this size, pages are discarded on the event loop.

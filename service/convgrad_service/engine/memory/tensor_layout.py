@@ -27,28 +27,6 @@ from convgrad_service.engine.shm.registry import RegionPart
 from convgrad_service.problems import Piece, Problem
 from convgrad_service.problems.base import TensorSpec
 
-__all__ = [
-    "ALIGNMENT_BYTES",
-    "PART_BYTES",
-    "PartialSums",
-    "Partition",
-    "PlacedTensor",
-    "ProblemSize",
-    "TensorLayout",
-    "clear_layout_cache",
-    "count_parts",
-    "has_index_inputs",
-    "outputs_to_store",
-    "pack_offsets",
-    "partial_sums_of",
-    "partition_of",
-    "pieces_of",
-    "problem_size",
-    "region_parts",
-    "tensor_layout_of",
-    "unpack_layout",
-]
-
 _log = logging.getLogger("convgrad.parts")
 PART_BYTES = 64 * 2**20
 """Approximate size of a part's inputs and outputs: enough for a GPU's full throughput, small enough

@@ -16,18 +16,6 @@ from typing import NamedTuple, Protocol
 
 from convgrad.errors import Overloaded, ProblemTooLarge
 
-__all__ = [
-    "ANYBODY",
-    "NO_LIMITS",
-    "Caller",
-    "CountedTicket",
-    "KeyLimits",
-    "Quotas",
-    "Ticket",
-    "Usage",
-    "acquired",
-]
-
 # Only the caller knows when its other requests end; the SDK's first retries wait a second anyway.
 _RETRY_AFTER_S = 1.0
 

@@ -34,8 +34,6 @@ from convgrad_service.engine.scheduling.task import (
 )
 from convgrad_service.problems.base import Lane
 
-__all__ = ["CostModel", "Scheduler"]
-
 _RETRY_AFTER_MIN_S, _RETRY_AFTER_MAX_S = 1.0, 60.0
 _DEATHS_ALONE = 2
 # The initial guess of the cost per second, a modest CPU. It weighs ten microseconds, so any

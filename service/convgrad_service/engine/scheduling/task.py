@@ -16,20 +16,6 @@ from convgrad_service.engine.shm.mappings import not_in_place
 from convgrad_service.engine.shm.registry import RegionSlice
 from convgrad_service.problems.base import Lane
 
-__all__ = [
-    "Job",
-    "JobResult",
-    "OnPartDone",
-    "Task",
-    "TaskGroup",
-    "Worker",
-    "WorkerLost",
-    "is_copied",
-    "merge_results",
-    "not_in_place_of",
-    "result_of",
-]
-
 
 class JobResult(NamedTuple):
     """How a job, or one part of it, was computed; see `Outcome`. The outputs are in its memory.
@@ -163,6 +149,17 @@ class Worker(Protocol):
 
         Raises as `ServingBackend.open_handle`, and DeviceUnavailable if the worker ends.
         """
+        ...
+
+
+class JobHandle(Protocol):
+    """A submitted job. ``done`` is set once nothing accesses its memory any longer."""
+
+    done: asyncio.Future[JobResult]
+
+    @property
+    def waited_s(self) -> float | None:
+        """Seconds from submission to start; None until it starts, or if unknown."""
         ...
 
 

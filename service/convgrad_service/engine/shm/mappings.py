@@ -27,8 +27,6 @@ from convgrad_service.backends.base import (
 from convgrad_service.engine.shm.registry import RegionSlice
 from convgrad_service.problems.base import TensorSpec
 
-__all__ = ["Adopter", "RegionMappings", "not_in_place", "truncated"]
-
 # Kernels may rely on this for vector loads.
 _ALIGNMENT_BYTES = 64
 

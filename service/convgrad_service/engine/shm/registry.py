@@ -21,8 +21,6 @@ from typing import NamedTuple
 from convgrad.errors import InvalidProblem, MalformedRequest, NotFound, Overloaded
 from convgrad.wire.sentences import shown
 
-__all__ = ["ANONYMOUS", "RegionInfo", "RegionPart", "RegionRegistry", "RegionSlice", "out_of_files"]
-
 ANONYMOUS = ""
 """The owner of all regions and stored tensors on a server without API keys."""
 

@@ -24,8 +24,6 @@ from convgrad_service.engine.memory.arena import Arena
 from convgrad_service.engine.shm.registry import RegionPart, RegionRegistry, out_of_files
 from convgrad_service.problems.base import TensorSpec
 
-__all__ = ["StoredInfo", "StoredTensor", "TensorStore", "stored_fields"]
-
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,127}")
 # A worker needs two descriptors for each, and may have a thousand.
 _MAX_TENSORS = 256

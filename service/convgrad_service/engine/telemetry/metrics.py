@@ -1,22 +1,16 @@
-"""What is counted of requests, and the Prometheus registry of a server.
+"""The Prometheus registry of a server, and Triton's metrics for existing dashboards.
 
-Requests are counted in plain numbers, turned into Prometheus families on each scrape: a request
-updates some twenty series, and a scrape comes every few seconds. Names of our own metrics carry
-base units (seconds, bytes). Triton's, for existing dashboards, have the names, labels and units
-(microseconds) of its documentation; an operation is a model, always version 1.
+Names of our own metrics carry base units (seconds, bytes). Triton's have the names, labels and
+units (microseconds) of its documentation; an operation is a model, always version 1.
 """
 
 from __future__ import annotations
 
-import time
-from bisect import bisect_left
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Gauge, ProcessCollector, generate_latest
 from prometheus_client.core import (
@@ -29,26 +23,16 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from convgrad import _version
-from convgrad.errors import CODES
+from convgrad_service.engine.telemetry.record import (
+    SECONDS,
+    Counters,
+    Histogram,
+    Kind,
+    OperationStatistics,
+    RequestMetrics,
+)
 
-__all__ = [
-    "Duration",
-    "Metrics",
-    "OperationStatistics",
-    "Record",
-    "RequestMetrics",
-    "is_inference",
-    "triton_exposition",
-]
-
-# Statuses from here on say that the server, not the request, was at fault.
-_SERVER_AT_FAULT = 429
-# From one stage of a tiny problem on a warm server to the longest request the defaults allow.
-_SECONDS = (
-    0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5,
-    1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0,
-)  # fmt: skip
-_BOUNDS = [*map(floatToGoString, _SECONDS), "+Inf"]
+_BOUNDS = [*map(floatToGoString, SECONDS), "+Inf"]
 _STAGES = {
     "receive": "Time to receive the body.",
     "decode": "Time to decode and check a request.",
@@ -59,9 +43,6 @@ _STAGES = {
     "encode": "Time to encode an answer.",
 }
 _LABELS = ("operation", "transport", "code")
-# Requests without an answer: the client hung up, or the server ended.
-_UNANSWERED = ("client-gone", "cancelled")
-Kind = tuple[str, ...]
 _KEY_TOTALS = {
     "received_bytes": "Bytes of request bodies received from an API key.",
     "sent_bytes": "Bytes of answers sent to an API key.",
@@ -96,170 +77,11 @@ _COUNTERS = (
 )
 
 
-class Record(NamedTuple):
-    """One finished request; ``code`` is "ok" or the code of its error.
+class RequestCollector(Collector):
+    """What `RequestMetrics` has counted, as Prometheus' metrics."""
 
-    ``flops`` and ``compulsory_bytes`` are 0 if nothing was computed. ``key`` is the name of the
-    request's API key, "" without one.
-    """
-
-    operation: str
-    transport: str
-    code: str
-    total_s: float
-    stages_s: Mapping[str, float]
-    received_bytes: int
-    sent_bytes: int
-    flops: int = 0
-    compulsory_bytes: int = 0
-    key: str = ""
-
-
-@dataclass(slots=True)
-class Duration:
-    """A count of intervals, and their total length."""
-
-    count: int = 0
-    total_s: float = 0.0
-
-    @property
-    def ns(self) -> int:
-        """The total in nanoseconds."""
-        return round(self.total_s * 1e9)
-
-    @property
-    def us(self) -> float:
-        """The total in microseconds."""
-        return self.ns / 1e3
-
-    def add(self, count: int, seconds: float) -> None:
-        """Add ``count`` intervals of ``seconds`` in total."""
-        self.count += count
-        self.total_s += seconds
-
-
-@dataclass(slots=True)
-class OperationStatistics:
-    """One operation's statistics since the server started.
-
-    ``queue``, ``input`` (decode and upload), ``infer`` and ``output`` (download and encode) count
-    successful requests only. ``last_inference_ms`` is in Unix time, 0 before the first request.
-    """
-
-    last_inference_ms: int = 0
-    success: Duration = field(default_factory=Duration)
-    fail: Duration = field(default_factory=Duration)
-    queue: Duration = field(default_factory=Duration)
-    input: Duration = field(default_factory=Duration)
-    infer: Duration = field(default_factory=Duration)
-    output: Duration = field(default_factory=Duration)
-
-
-def is_inference(code: str) -> bool:
-    """Return whether a request that ended with ``code`` counts: not if its content was refused."""
-    row = CODES.get(code)
-    return row is None or row.http_status >= _SERVER_AT_FAULT
-
-
-class _Histogram:
-    """Durations by bucket, and their sum."""
-
-    __slots__ = ("counts", "total_s")
-
-    def __init__(self) -> None:
-        self.counts = [0] * len(_BOUNDS)
-        self.total_s = 0.0
-
-    def observe(self, seconds: float) -> None:
-        self.counts[bisect_left(_SECONDS, seconds)] += 1
-        self.total_s += seconds
-
-    def add(self, other: _Histogram) -> None:
-        self.counts = [mine + its for mine, its in zip(self.counts, other.counts, strict=True)]
-        self.total_s += other.total_s
-
-
-class _Counters:
-    """Counters of one (operation, transport, code)."""
-
-    __slots__ = (
-        *("compulsory_bytes", "flops", "last_ms", "received_bytes", "requests", "sent_bytes"),
-        "spent",
-    )
-
-    def __init__(self) -> None:
-        self.requests = self.received_bytes = self.sent_bytes = 0
-        self.last_ms = 0  # in Unix time
-        self.flops = self.compulsory_bytes = 0
-        self.spent: dict[str, _Histogram] = {"request": _Histogram()} | {
-            stage: _Histogram() for stage in _STAGES
-        }
-
-
-class RequestMetrics(Collector):
-    """Counters by operation, transport and code, and by API key."""
-
-    def __init__(self) -> None:
-        self._counters: dict[Kind, _Counters] = {}
-        # By API key. Other metrics lack this label: operations times keys is too many series.
-        self._key_requests: Counter[Kind] = Counter()
-        self._key_totals: dict[str, dict[Kind, float]] = {name: {} for name in _KEY_TOTALS}
-        # Every code from the start: rate() would miss a series that begins at one.
-        self._by_code = dict.fromkeys(("ok", *_UNANSWERED, *CODES), 0)
-
-    def count(self, record: Record) -> None:
-        """Count one request."""
-        self._by_code[record.code] = self._by_code.get(record.code, 0) + 1
-        kind = record.operation, record.transport, record.code
-        counters = self._counters.get(kind)
-        if counters is None:
-            counters = self._counters[kind] = _Counters()
-        counters.requests += 1
-        counters.last_ms = time.time_ns() // 1_000_000
-        counters.received_bytes += record.received_bytes
-        counters.sent_bytes += record.sent_bytes
-        counters.flops += record.flops
-        counters.compulsory_bytes += record.compulsory_bytes
-        spent = counters.spent
-        spent["request"].observe(record.total_s)
-        for stage, seconds in record.stages_s.items():
-            if (histogram := spent.get(stage)) is not None:
-                histogram.observe(seconds)
-        if record.key:
-            self._count_key(record)
-
-    def _count_key(self, record: Record) -> None:
-        self._key_requests[record.key, record.code] += 1
-        for name, value in (
-            ("received_bytes", record.received_bytes),
-            ("sent_bytes", record.sent_bytes),
-            ("computed_flops", record.flops),
-            ("compute_seconds", record.stages_s.get("compute", 0.0)),
-        ):
-            totals = self._key_totals[name]
-            totals[record.key,] = totals.get((record.key,), 0) + value
-
-    def statistics(self) -> Mapping[str, OperationStatistics]:
-        """Return the statistics of all operations that were called."""
-        found: dict[str, OperationStatistics] = {}
-        for (operation, _, code), counters in self._counters.items():
-            if not operation or not is_inference(code):
-                continue
-            statistics = found.setdefault(operation, OperationStatistics())
-            statistics.last_inference_ms = max(statistics.last_inference_ms, counters.last_ms)
-            count, spent = counters.requests, counters.spent
-            if code != "ok":
-                statistics.fail.add(count, spent["request"].total_s)
-                continue
-            for duration, names in (
-                (statistics.success, ("request",)),
-                (statistics.queue, ("queue",)),
-                (statistics.input, ("decode", "upload")),
-                (statistics.infer, ("compute",)),
-                (statistics.output, ("download", "encode")),
-            ):
-                duration.add(count, sum(spent[name].total_s for name in names))
-        return found
+    def __init__(self, requests: RequestMetrics) -> None:
+        self._requests = requests
 
     def collect(self) -> Iterable[Metric]:
         yield self._counter("requests", "requests", "Requests by how they ended.", 3)
@@ -267,7 +89,7 @@ class RequestMetrics(Collector):
             "requests_by_code",
             "Requests by how they ended, of every code from the start: for alerts.",
             ("code",),
-            {(code,): count for code, count in self._by_code.items()},
+            {(code,): count for code, count in self._requests.by_code.items()},
         )
         yield self._counter("received_bytes", "received_bytes", "Bytes of request bodies received.")
         yield self._counter("sent_bytes", "sent_bytes", "Bytes of answers sent.")
@@ -288,10 +110,10 @@ class RequestMetrics(Collector):
             "key_requests",
             "Requests of an API key by how they ended.",
             ("key", "code"),
-            self._key_requests,
+            self._requests.key_requests,
         )
         for name, text in _KEY_TOTALS.items():
-            yield _counter_family(f"key_{name}", text, ("key",), self._key_totals[name])
+            yield _counter_family(f"key_{name}", text, ("key",), self._requests.key_totals[name])
 
     def _counter(self, name: str, field: str, text: str, labels: int = 2) -> Metric:
         grouped = self._grouped(labels).items()
@@ -301,17 +123,17 @@ class RequestMetrics(Collector):
     def _histogram(self, name: str, text: str, labels: int) -> HistogramMetricFamily:
         family = HistogramMetricFamily(f"convgrad_{name}_seconds", text, labels=_LABELS[:labels])
         for kind, group in self._grouped(labels).items():
-            whole = _Histogram()
+            whole = Histogram()
             for counters in group:
                 whole.add(counters.spent[name])
             buckets = list(zip(_BOUNDS, map(float, accumulate(whole.counts)), strict=True))
             family.add_metric(kind, buckets, whole.total_s)
         return family
 
-    def _grouped(self, labels: int) -> Mapping[Kind, list[_Counters]]:
+    def _grouped(self, labels: int) -> Mapping[Kind, list[Counters]]:
         """Group the counters by their first ``labels`` labels."""
-        grouped: dict[Kind, list[_Counters]] = {}
-        for kind, counters in self._counters.items():
+        grouped: dict[Kind, list[Counters]] = {}
+        for kind, counters in self._requests.counters.items():
             grouped.setdefault(kind[:labels], []).append(counters)
         return grouped
 
@@ -330,7 +152,7 @@ class Metrics:
 
     def __init__(self, backend: str, requests: RequestMetrics) -> None:
         self.registry = CollectorRegistry()
-        self.registry.register(requests)
+        self.registry.register(RequestCollector(requests))
         info = Gauge("convgrad_info", "Always 1.", ("version", "backend"), registry=self.registry)
         info.labels(_version.__version__, backend).set(1)
         ProcessCollector(registry=self.registry)

@@ -15,9 +15,7 @@ from functools import lru_cache
 from typing import Any
 
 from convgrad import _version
-from convgrad_service.engine.request import RequestContext
-
-__all__ = ["Traces", "TracingUnavailable", "traces_to"]
+from convgrad_service.engine.telemetry.record import RequestContext
 
 SERVICE = "convgrad"
 # How long the end of a server waits for a collector to take the last spans.

@@ -19,8 +19,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-__all__ = ["START_S", "Backoff", "Children", "DescriptorReserve", "main", "spawn"]
-
 START_S = 300
 """The longest start, for children that hang; compiling a GPU's first kernels takes seconds."""
 

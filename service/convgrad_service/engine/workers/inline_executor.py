@@ -28,8 +28,6 @@ from convgrad_service.engine.shm.mappings import RegionMappings, truncated
 from convgrad_service.engine.shm.registry import RegionSlice
 from convgrad_service.engine.workers.worker import run_job
 
-__all__ = ["InlineExecutor"]
-
 # About the cost of a round trip to a worker (tests/perf/results/serve.jsonl, 1 KiB over HTTP, with
 # and without); up to this, blocking the event loop delays others no more than waking a worker does.
 _MAX_SECONDS = 100e-6

@@ -29,13 +29,6 @@ from convgrad_service.engine.shm.registry import RegionSlice
 from convgrad_service.problems.base import Piece
 from convgrad_service.problems.pieces import piece_tensors, place_part, sum_of_shares
 
-__all__ = [
-    "Arrays",
-    "pieces_of_part",
-    "region_arrays",
-    "run_pieces",
-]
-
 Arrays = Mapping[str, Any]
 """Arrays by name; `DeviceTensor` for those in device memory."""
 

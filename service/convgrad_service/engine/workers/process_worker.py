@@ -37,8 +37,6 @@ from convgrad_service.engine.shm.registry import RegionRegistry, RegionSlice
 from convgrad_service.engine.workers.child_process import START_S, DescriptorReserve, spawn
 from convgrad_service.engine.workers.worker import worker_main
 
-__all__ = ["ProcessWorker"]
-
 # Tasks that took less than this before are sent as `RunTask.brief`.
 _BRIEF_S = 1e-3
 # A task hangs if it makes no progress for this many times the expected time of all tasks of its

@@ -12,8 +12,6 @@ from convgrad_service.engine.options import EngineOptions, WorkerRecipe
 from convgrad_service.engine.workers.child_process import Backoff, DescriptorReserve
 from convgrad_service.engine.workers.process_worker import ProcessWorker
 
-__all__ = ["Supervisor"]
-
 _log = logging.getLogger("convgrad.supervisor")
 
 # Failed starts in a row after which a device counts as broken; starts are still retried.

@@ -43,8 +43,6 @@ from convgrad_service.engine.workers.parts import Arrays, pieces_of_part, region
 from convgrad_service.examination import examined
 from convgrad_service.process import lower_priority, set_switch_interval, without_traceback
 
-__all__ = ["WorkerFailed", "compile_ahead", "run_job", "worker_main"]
-
 _log = logging.getLogger("convgrad.worker")
 # How often the device's vitals are read, and sent to the hub if they have changed.
 _VITALS_S = 2.0

@@ -15,16 +15,17 @@ from convgrad.contract import OPERATIONS
 from convgrad.contract.base import validate
 from convgrad.errors import DeadlineExceeded, InvalidProblem
 from convgrad_service.backends.cpu import CpuBackend
-from convgrad_service.engine.admission import Limits
+from convgrad_service.engine.admission import Deadline, Limits
 from convgrad_service.engine.embedded import ThreadWorker, embedded_hub
 from convgrad_service.engine.memory import tensor_layout as parts
 from convgrad_service.engine.memory.tensor_layout import clear_layout_cache, tensor_layout_of
 from convgrad_service.engine.options import EngineOptions
 from convgrad_service.engine.pipeline import Pipeline
-from convgrad_service.engine.request import ComputeRequest, Deadline, Decoded, Timings
+from convgrad_service.engine.request import ComputeRequest, Decoded
 from convgrad_service.engine.scheduling.task import Job, JobResult
 from convgrad_service.engine.shm.registry import RegionSlice
 from convgrad_service.engine.streaming import Progress
+from convgrad_service.engine.telemetry.record import Timings
 from convgrad_service.problems import Problem, problem_from
 from tests.support.fake_backends import Gated
 from tests.support.in_memory import answer, begun, kept

@@ -7,7 +7,8 @@ import random
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
 from convgrad.errors import CODES
-from convgrad_service.engine.telemetry.metrics import Record, RequestMetrics
+from convgrad_service.engine.telemetry.metrics import RequestCollector
+from convgrad_service.engine.telemetry.record import Record, RequestMetrics
 
 SECONDS = (
     0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5,
@@ -28,7 +29,7 @@ def samples(registry: CollectorRegistry, *names: str) -> dict[str, float]:
 def test_series_match_prometheus_client(seed: int) -> None:
     ours, theirs = CollectorRegistry(), CollectorRegistry()
     tallies = RequestMetrics()
-    ours.register(tallies)
+    ours.register(RequestCollector(tallies))
     labels = ("operation", "transport")
     requests = Counter("convgrad_requests", "x", (*labels, "code"), registry=theirs)
     received = Counter("convgrad_received_bytes", "x", labels, registry=theirs)
@@ -86,7 +87,7 @@ def test_series_match_prometheus_client(seed: int) -> None:
 def test_every_code_has_a_series_from_the_start() -> None:
     """Otherwise the first error would start a series, which rate() does not count."""
     registry, metrics = CollectorRegistry(), RequestMetrics()
-    registry.register(metrics)
+    registry.register(RequestCollector(metrics))
     found = samples(registry, "convgrad_requests_by_code_total")
     assert set(found.values()) == {0.0}
     for code in ("ok", "client-gone", "cancelled", *CODES):

@@ -12,14 +12,15 @@ from convgrad.contract import OPERATIONS
 from convgrad.contract.base import validate
 from convgrad.errors import DeadlineExceeded, InvalidProblem
 from convgrad_service.backends.cpu import CpuBackend
-from convgrad_service.engine.admission import Limits
+from convgrad_service.engine.admission import Deadline, Limits
 from convgrad_service.engine.embedded import ThreadWorker, embedded_hub
 from convgrad_service.engine.memory import tensor_layout as parts
 from convgrad_service.engine.memory.tensor_layout import tensor_layout_of
 from convgrad_service.engine.options import EngineOptions
 from convgrad_service.engine.pipeline import Pipeline
-from convgrad_service.engine.request import ComputeRequest, Deadline, Decoded, Timings
+from convgrad_service.engine.request import ComputeRequest, Decoded
 from convgrad_service.engine.scheduling.task import JobResult
+from convgrad_service.engine.telemetry.record import Timings
 from convgrad_service.problems import run_in_pieces
 from tests.support.fake_backends import Gated
 from tests.support.in_memory import answer, begun, kept
