@@ -33,7 +33,6 @@ The service raises ServiceErrors independently of any transport; each transport,
 
 from __future__ import annotations
 
-import copyreg
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -123,7 +122,7 @@ class ConvgradError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Pickles do not call __init__, which may require arguments that are not in self.args.
-        return copyreg.__newobj__, (type(self), *self.args), vars(self)
+        return type(self).__new__, (type(self), *self.args), vars(self)
 
     @property
     def retryable(self) -> bool:

@@ -24,7 +24,7 @@ from convgrad_service.plans.cuda.device import H200
 from convgrad_service.plans.cuda.planner import plan_for
 from tests.perf.layer_problems import problem_of
 
-__all__ = ["BENCHES", "standing_keys", "stale_rows", "why_stale"]
+__all__ = ["BENCHES", "stale_rows", "standing_keys", "why_stale"]
 
 RESULTS = Path(__file__).resolve().parent / "results"
 SUITE = Path(__file__).resolve().parent / "suite" / "networks.json"
