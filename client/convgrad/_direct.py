@@ -20,6 +20,7 @@ import httpx
 from convgrad._connection import AVAILABLE, READ, WRITE, Connection, Http1Error, Steps
 from convgrad._exchange import Exchange
 from convgrad._http_errors import no_answer
+from convgrad._processes import OfOneProcess
 from convgrad._reply import Receiver, Reply
 from convgrad._version import __version__
 from convgrad.errors import ClientError, ConnectionFailed
@@ -44,10 +45,11 @@ def is_direct(base_url: str) -> bool:
     )
 
 
-class _Pool:
+class _Pool(OfOneProcess):
     """The idle connections of a client."""
 
     def __init__(self, base_url: str) -> None:
+        super().__init__(base_url)
         url = httpx.URL(base_url)
         self._host = url.host
         self._port = url.port or 80
@@ -59,6 +61,8 @@ class _Pool:
         self.closed = True
         while self._idle:
             self._idle.pop().close()
+
+    _abandon = _close_idle
 
     def _release(self, connection: Connection) -> None:
         if self.closed or not connection.reusable or len(self._idle) >= _MOST_IDLE:

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from convgrad._body import Body
 from convgrad._call import Answer, Call, Stored
 from convgrad._exchange import Requests, Target
+from convgrad._processes import OfOneProcess
 from convgrad._reply import Reply, server_timing_s
 from convgrad._shared_regions import ALIGNMENT_BYTES, Region, RegionPool
 from convgrad.dtypes import DType
@@ -54,10 +55,11 @@ class _Output:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-class SharedMemory:
+class SharedMemory(OfOneProcess):
     """The shared-memory regions of a client, and the requests of calls that use them."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._pool = RegionPool(_register, _unregister)
         self._outputs: dict[Any, tuple[_Output, ...]] = {}
         self._texts: dict[Any, bytes] = {}

@@ -9,6 +9,7 @@ import httpx
 
 from convgrad._exchange import Exchange
 from convgrad._http_errors import ROOTS
+from convgrad._processes import OfOneProcess
 from convgrad._reply import Receiver, Reply, async_raw_chunks, raw_chunks
 from convgrad.errors import ClientError
 
@@ -55,10 +56,11 @@ class AsyncTransport(Protocol):
     async def close(self) -> None: ...
 
 
-class HttpxTransport:
+class HttpxTransport(OfOneProcess):
     """A `Transport` through httpx, for TLS, proxies and the caller's own `httpx.Client`."""
 
     def __init__(self, injected: httpx.Client | None = None) -> None:
+        super().__init__(injected)
         self._http = injected or httpx.Client()
         self._owned = injected is None
 
@@ -97,10 +99,11 @@ class HttpxTransport:
             self._http.close()
 
 
-class AsyncHttpxTransport:
+class AsyncHttpxTransport(OfOneProcess):
     """An `AsyncTransport` through `httpx.AsyncClient`."""
 
     def __init__(self, injected: httpx.AsyncClient | None = None) -> None:
+        super().__init__(injected)
         self._http = injected or httpx.AsyncClient()
         self._owned = injected is None
 

@@ -34,7 +34,7 @@ The service raises ServiceErrors independently of any transport; each transport,
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 __all__ = [
     "CODES",
@@ -119,6 +119,10 @@ class ConvgradError(Exception):
         super().__init__(detail)
         self.detail = detail
         self.request_id = request_id
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Pickles do not call __init__, which may require arguments that are not in self.args.
+        return type(self).__new__, (type(self), *self.args), vars(self)
 
     @property
     def retryable(self) -> bool:

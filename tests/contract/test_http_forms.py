@@ -112,6 +112,20 @@ def test_what_cannot_be_read_is_415(live: LiveServer, headers: dict[str, str]) -
     assert answer.headers["Accept-Encoding"] == "identity"
 
 
+@pytest.mark.parametrize("path", ["/conv_bwd_data", "/v2/models/conv_bwd_data/infer"])
+@pytest.mark.parametrize("query", ["stride=2", "a=1&weight=", "str%69de=2"])
+def test_parameters_in_the_query_are_refused(live: LiveServer, path: str, query: str) -> None:
+    """They would be silently replaced by the defaults."""
+    answer = live.post(path=f"{path}?{query}")
+    assert answer.status_code == 400
+    assert answer.json()["code"] == "malformed-request"
+    assert "conv_bwd_data reads its parameters from the body" in answer.json()["detail"]
+
+
+def test_other_queries_are_ignored(live: LiveServer) -> None:
+    assert live.post(path="/conv_bwd_data?trace=7&strides&%ff").status_code == 200
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_every_dtype_comes_back_as_it_went(live: LiveServer, dtype: str) -> None:
     array = np.ones((1, 1, 2, 2)).astype(np.dtype(dtype))

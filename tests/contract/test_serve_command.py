@@ -21,6 +21,7 @@ import pytest
 from convgrad_service.server.command import serve, setting_fields
 from tests.support.http_server import EXAMPLE, JSON
 from tests.support.tls_files import TlsFiles
+from tests.support.tree_server import until
 
 FEW_FILES = 200
 _, HARD_LIMIT = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -165,6 +166,7 @@ def test_help_names_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
         (["--max-json-bytes", "lots"], "CONVGRAD_MAX_JSON_BYTES"),
         (["--api-keys", "/no/such"], "CONVGRAD_API_KEYS"),
         (["--otlp-endpoint", "collector"], "CONVGRAD_OTLP_ENDPOINT"),
+        (["--port-file", "/no/such/port"], "--port-file"),
     ],
 )
 def test_a_bad_setting_is_one_sentence(
@@ -176,3 +178,31 @@ def test_a_bad_setting_is_one_sentence(
     assert argv[1] in error
     assert "Value error" not in error
     assert "Traceback" not in error
+
+
+def test_memory_that_the_system_refuses_is_one_sentence() -> None:
+    limited = "import resource; resource.setrlimit(resource.RLIMIT_AS, (1 << 32, 1 << 32)); "
+    command = [sys.executable, "-c", limited + COMMAND[2], "--port", "0", "--memory-bytes", "64GiB"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert re.search(r"cannot map [\d,]+ bytes .*CONVGRAD_MEMORY_BYTES", done.stderr)
+    assert "Traceback" not in done.stderr
+
+
+def test_a_log_that_cannot_be_written_does_not_end_the_server(tmp_path: Path) -> None:
+    port_file = tmp_path / "port"
+    with Path("/dev/full").open("w") as full:
+        command = [*COMMAND, "--port", "0", "--grpc-port", "0", "--port-file", str(port_file)]
+        process = subprocess.Popen(command, stdout=full, stderr=full)
+    try:
+        until(lambda: port_file.exists() or process.poll() is not None)
+        url = f"http://127.0.0.1:{port_file.read_text().strip()}/conv_bwd_data"
+        for _ in range(3):
+            assert (
+                httpx.post(url, content=EXAMPLE, headers={"Content-Type": JSON}).status_code == 200
+            )
+        process.terminate()
+        assert process.wait(timeout=60) == 0
+    finally:
+        process.kill()
+        process.wait()

@@ -277,7 +277,7 @@ class TimeTransport(_ExaminationTransport):
 class PlanTransport(HttpTransport):
     """``GET /plan/<operation>``, with the fields in the query."""
 
-    decodes_inline = False
+    decodes_inline, reads_query = False, True
 
     async def head(self) -> Hashable | None:
         accept = self.headers.get(b"accept", "")

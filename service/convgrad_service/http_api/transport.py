@@ -9,6 +9,7 @@ import re
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
+from urllib.parse import parse_qsl
 
 import pybase64
 from starlette.types import Receive, Scope, Send
@@ -63,7 +64,7 @@ class Endpoint:
 class HttpTransport(Transport):
     """One exchange. Subclasses decode the body and encode the answer."""
 
-    streams = enforces_deadline = False
+    streams = enforces_deadline = reads_query = False
     body_lease: Lease | None = None
     decodes_inline = True
 
@@ -88,6 +89,8 @@ class HttpTransport(Transport):
         length = headers.get(b"content-length")
         context.operation = operation.name
         refuse_encoded(headers.get(b"content-encoding"))
+        if scope["query_string"] and not self.reads_query:
+            _refuse_parameters(scope["query_string"], operation)
         allowed_s = seconds_in(headers.get(b"x-request-timeout"), "X-Request-Timeout")
         self.request = ComputeRequest(
             operation,
@@ -302,6 +305,15 @@ def refuse_encoded(content_encoding: str | None) -> None:
     if encoding not in ("", "identity"):
         raise UnsupportedMediaType(
             f"the Content-Encoding is {encoding[:64]!r}; expected the body as it is (identity)"
+        )
+
+
+def _refuse_parameters(query: bytes, operation: Operation) -> None:
+    """Raise MalformedRequest if a query has a parameter that is read only from the body."""
+    names = {name for name, _ in parse_qsl(query.decode("latin-1"), keep_blank_values=True)}
+    if misplaced := names & operation.request.model_fields.keys():
+        raise MalformedRequest(
+            f'the query has "{min(misplaced)}"; {operation.name} reads its parameters from the body'
         )
 
 

@@ -19,11 +19,18 @@ __all__ = ["conv_output_size", "implied_kernel_size", "minimal_input_size", "poo
 
 
 def conv_output_size(
-    name: str, input_size: Size, kernel_size: Size, stride: Size, padding: Pads, dilation: Size
+    name: str,
+    input_size: Size,
+    kernel_size: Size,
+    stride: Size,
+    padding: Pads,
+    dilation: Size,
+    *,
+    ceil_mode: bool = False,
 ) -> Size:
     """Return (in + pad_before + pad_after - dilation*(k-1) - 1) // stride + 1, per dimension.
 
-    ``name`` is the input's name in error messages.
+    ``name`` is the input's name in error messages. ``ceil_mode`` rounds the quotient up.
 
     Raises
     ------
@@ -35,12 +42,14 @@ def conv_output_size(
         zip(input_size, kernel_size, stride, padding, dilation, strict=True)
     ):
         reach = d * (k - 1) + 1
-        padded = size + before + after
+        # Rounding up is rounding down with a last window that ends up to stride - 1 later.
+        padded = size + before + after + (s - 1 if ceil_mode else 0)
         if reach > padded:
             raise InconsistentSizes(
                 f"the kernel reaches over {show(reach)} positions in spatial dimension {i} "
                 f"(size {show(k)}, dilation {show(d)}); expected at most {show(padded)}, {name}'s "
                 f"{show(size)} with padding [{show(before)}, {show(after)}]"
+                + (f" and, in ceil_mode, stride {show(s)} - 1" if ceil_mode else "")
             )
         out.append((padded - reach) // s + 1)
     return _representable("the output", tuple(out))
@@ -152,15 +161,13 @@ def pool_output_size(
                 f"expected less than the effective kernel, {show(reach)} (size {show(k)}, "
                 f"dilation {show(d)})"
             )
-    out = list(conv_output_size("input", input_size, kernel_size, stride, padding, dilation))
-    if ceil_mode:
-        for i, (size, k, s, (before, after), d) in enumerate(
-            zip(input_size, kernel_size, stride, padding, dilation, strict=True)
-        ):
-            rounded_up = -((d * (k - 1) + 1 - size - before - after) // s) + 1
-            starts_inside = (rounded_up - 1) * s < size + before
-            out[i] = rounded_up if starts_inside else rounded_up - 1
-    output_size = _representable("the output", tuple(out))
+    rounded = conv_output_size(
+        "input", input_size, kernel_size, stride, padding, dilation, ceil_mode=ceil_mode
+    )
+    output_size = tuple(
+        out - 1 if ceil_mode and (out - 1) * s >= size + before else out
+        for out, size, s, (before, _) in zip(rounded, input_size, stride, padding, strict=True)
+    )
     _check_windows(input_size, output_size, stride, padding, dilation)
     return output_size
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 import resource
@@ -96,14 +97,18 @@ def serve(argv: Sequence[str] | None = None) -> int:
                 sentence = f"{option}: {sentence}{found}"
             _print_error(arguments.log_format or log_format_variable(), sentence)
         return 2
-    return _run(settings, arguments.port_file)
+    port_file: Path | None = arguments.port_file
+    if port_file is not None and not os.access(port_file.parent, os.W_OK):
+        _print_error(settings.log_format, f"--port-file: cannot write {port_file}")
+        return 2
+    return _run(settings, port_file)
 
 
 def _run(settings: Settings, port_file: Path | None) -> int:
     import uvloop
 
     from convgrad.errors import DeviceUnavailable
-    from convgrad_service.server.composition import prepare_process
+    from convgrad_service.server.composition import engine_options, prepare_process
     from convgrad_service.server.http_server import listening_socket
     from convgrad_service.server.process_tree import CannotListen, ProcessTree, run_until_signalled
     from convgrad_service.server.tls import TlsError, server_context
@@ -139,12 +144,22 @@ def _run(settings: Settings, port_file: Path | None) -> int:
             for line in lines:
                 _log.info(line)
         else:
-            print("\n".join(lines), flush=True)
+            with contextlib.suppress(OSError):  # as for logs: a full disk must not end a server
+                print("\n".join(lines), flush=True)
         if port_file is not None:
             _write_atomically(port_file, f"{port}\n")
 
     with listening:
-        tree = ProcessTree(settings, listening)
+        try:
+            tree = ProcessTree(settings, listening)
+        except OSError as error:
+            arena_bytes = engine_options(settings).arena_bytes
+            _print_error(
+                settings.log_format,
+                f"cannot map {arena_bytes:,} bytes of memory for tensors: {error}; "
+                "--memory-bytes (CONVGRAD_MEMORY_BYTES) makes it less",
+            )
+            return 1
         try:
             uvloop.run(run_until_signalled(tree, started))
         except (CannotListen, DeviceUnavailable) as error:

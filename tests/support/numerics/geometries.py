@@ -190,6 +190,7 @@ POOLS: dict[str, Pool] = {
     "rows_past_the_last_window": Pool(2, 4, (8, 9), 3, 3),
     "ceil": Pool(2, 3, (8, 9), 3, 2, ceil_mode=True),
     "ceil_padded": Pool(1, 4, (7, 6), 3, 2, 1, ceil_mode=True),
+    "ceil_kernel_past_the_input": Pool(2, 3, (2, 5), 3, 2, ceil_mode=True),
     "ceil_drops_a_window": Pool(1, 3, (5, 5), 2, 3, 1, ceil_mode=True),
     "dilated": Pool(2, 3, (12, 11), 3, 1, 0, 2),
     "dilated_strided_padded": Pool(1, 5, (13, 12), (3, 2), (2, 3), 1, (3, 2)),
