@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import product
 from math import prod
 
 from convgrad.dtypes import FLOATING, DType
@@ -69,11 +68,10 @@ class WindowReduce(Solver[WindowWork, WindowForm]):
         args = window_args(form, width, form.y_size)
         across = ceil_div(most_positions(form.windows[2]), along)
         args.lanes_log = min(lanes.bit_length() - 1, (across - 1).bit_length())
+        args.window_log = lanes.bit_length() - 1
         args.wide_indices = work.index_dtype is DType.INT64
         launch = Launch(
-            _instance(
-                work.dtype, max(width, along), form.last, lanes, form.one_line, maxima=maxima
-            ),
+            _instance(work.dtype, max(width, along), form.last, maxima=maxima),
             window_grid(args, BLOCK // lanes),
             (BLOCK, 1, 1),
             pack(args, x=work.x, y=work.y, indices=work.indices, carried=work.carried),
@@ -84,13 +82,11 @@ class WindowReduce(Solver[WindowWork, WindowForm]):
         for dtype in FLOATING:
             wide = CHUNK_BYTES // dtype.itemsize
             along = [2**log for log in range(wide.bit_length())]
-            for maxima, line in product((False, True), (False, True)):
-                for width, lanes in product((1,) if maxima else along, LANES):
-                    # Those of lines are at least half as large, see `_lanes`.
-                    if line or 8 * width * 2 * lanes > LEAST_OF_LINES:
-                        yield _instance(dtype, width, False, lanes, line, maxima=maxima)
-                for width, lanes in product(widths(dtype), LANES_LAST):
-                    yield _instance(dtype, width, True, lanes, line, maxima=maxima)
+            for maxima in (False, True):
+                for width in (1,) if maxima else along:
+                    yield _instance(dtype, width, False, maxima=maxima)
+                for width in widths(dtype):
+                    yield _instance(dtype, width, True, maxima=maxima)
 
 
 def _lanes(form: WindowForm, width: int) -> int:
@@ -113,15 +109,7 @@ def _along(form: WindowForm, dtype: DType) -> int:
     return width
 
 
-def _instance(
-    dtype: DType, width: int, last: bool, lanes: int, line: bool, *, maxima: bool
-) -> Instance:
+def _instance(dtype: DType, width: int, last: bool, *, maxima: bool) -> Instance:
     return Instance.of(
-        "pool/window_reduce.cu",
-        ELEMENT=dtype,
-        WIDTH=width,
-        INNER=last,
-        LANES=lanes,
-        LINE=line,
-        MAXIMA=maxima,
+        "pool/window_reduce.cu", ELEMENT=dtype, WIDTH=width, INNER=last, MAXIMA=maxima
     )

@@ -8,8 +8,8 @@
 // not null, the thread with a window's first position checks its index as window_routes.cu does.
 // KIND 0, channels last: a thread reads WIDTH channels of a window once and stores them to the
 // window's positions, or to a part of them along the last axis, which blockIdx.z selects.
-// KIND 1, channels first: WIDTH adjacent positions of a row, in all rows of their windows, in TOGETHER
-// planes. With EACH every window has as many positions of a row, of which WIDTH is a multiple, and
+// KIND 1, channels first: WIDTH adjacent positions of a row, in all rows of their windows, in `together`
+// planes, at most kTogether. With EACH every window has as many positions of a row, of which WIDTH is a multiple, and
 // windows are loaded as vectors; 0 for any.
 // KIND 2, channels first and one window per plane: WIDTH adjacent elements of all planes, which are
 // contiguous.
@@ -25,6 +25,7 @@ namespace {
 using T = ELEMENT;
 using S = ElementAccumulator<T>;
 using Values = Vector<T, WIDTH>;
+constexpr int kTogether = 4;
 
 struct TilesArgs {
   const void* x;
@@ -39,6 +40,8 @@ struct TilesArgs {
   int batch;
   int chunk;    // of the batch
   int threads;  // in a chunk
+  int wide_indices;  // of 64 bits, else of 32
+  int together;      // KIND 1
   int part;     // KIND 0: positions of a tile along the last axis that a thread stores to
   Divider by_vectors, by_items[3];
   Divider by_tile;     // along the last axis
@@ -49,22 +52,22 @@ struct TilesArgs {
 // An element of a window: its value and its target.
 struct Given {
   T value;
-  INDEX index;
+  int index;
 
   // What a position of the window receives.
-  __device__ __forceinline__ T at(const TilesArgs& args, i64 position) const {
+  __device__ __forceinline__ T at(const TilesArgs& args, int position) const {
     if constexpr (MODE != 0) return index == position ? value : T{};
     const S by = static_cast<S>(args.divisor), reciprocal = static_cast<S>(args.reciprocal);
     return narrow<T>(divided<T>(widen(value), by, reciprocal));
   }
 };
 
-__device__ __forceinline__ void check(const TilesArgs& args, i64 index, const int (&window)[3]) {
+__device__ __forceinline__ void check(const TilesArgs& args, int index, const int (&window)[3]) {
   if (MODE == 0 || args.bad == nullptr) return;
   const i64 plane = static_cast<i64>(args.y_size[0]) * args.y_size[1] * args.y_size[2];
   const bool exists = index >= 0 && index < plane;
   bool good = exists;
-  int rest = exists ? static_cast<int>(index) : 0;
+  int rest = exists ? index : 0;
 #pragma unroll
   for (int axis = 2; axis >= 0; --axis) {
     const int outer = divide(rest, args.by_size[axis]);
@@ -76,10 +79,13 @@ __device__ __forceinline__ void check(const TilesArgs& args, i64 index, const in
 }
 
 __device__ __forceinline__ Given given(const TilesArgs& args, i64 at, bool there) {
-  Given found = {T{}, static_cast<INDEX>(-1)};
-  if (!there) return found;
-  found.value = static_cast<const T*>(args.x)[at];
-  if constexpr (MODE != 0) found.index = static_cast<const INDEX*>(args.indices)[at];
+  if (!there) return {T{}, -1};
+  Given found = {static_cast<const T*>(args.x)[at], -1};
+  if constexpr (MODE != 0) {
+    Indices<1> index;
+    index.load(args.indices, at, args.wide_indices);
+    found.index = index.at(0, args.wide_indices);
+  }
   return found;
 }
 
@@ -88,20 +94,16 @@ template <int kCount>
 __device__ __forceinline__ void given_all(const TilesArgs& args, i64 at, bool there,
                                           Given (&found)[kCount]) {
 #pragma unroll
-  for (int e = 0; e < kCount; ++e) found[e] = {T{}, static_cast<INDEX>(-1)};
+  for (int e = 0; e < kCount; ++e) found[e] = {T{}, -1};
   if (!there) return;
   const auto values = Vector<T, kCount>::load(static_cast<const T*>(args.x) + at);
 #pragma unroll
   for (int e = 0; e < kCount; ++e) found[e].value = values.at[e];
   if constexpr (MODE != 0) {
-    constexpr int kAtOnce = kCount * sizeof(INDEX) >= 16 ? 16 / sizeof(INDEX) : kCount;
+    Indices<kCount> indices;
+    indices.load(args.indices, at, args.wide_indices);
 #pragma unroll
-    for (int e = 0; e < kCount; e += kAtOnce) {
-      const INDEX* const from = static_cast<const INDEX*>(args.indices) + at + e;
-      const auto some = Vector<INDEX, kAtOnce>::load(from);
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) found[e + i].index = some.at[i];
-    }
+    for (int e = 0; e < kCount; ++e) found[e].index = indices.at(e, args.wide_indices);
   }
 }
 
@@ -147,9 +149,9 @@ extern "C" __global__ void __launch_bounds__(128)
   const int thread = static_cast<int>(blockIdx.x) * 128 + static_cast<int>(threadIdx.x);
   if (thread >= args.threads) return;
   const WindowItem item = item_of(args, thread, args.items, 1);
-  const i64 first = static_cast<i64>(item.group) * TOGETHER;
+  const i64 first = static_cast<i64>(item.group) * args.together;
   if (first >= args.batch) return;
-  const int planes = static_cast<int>(min(static_cast<i64>(TOGETHER), args.batch - first));
+  const int planes = static_cast<int>(min(static_cast<i64>(args.together), args.batch - first));
 
   const int column = item.at[2] * WIDTH;
   const bool row_there = item.at[0] < args.x_size[0] && item.at[1] < args.x_size[1];
@@ -161,13 +163,13 @@ extern "C" __global__ void __launch_bounds__(128)
 #if EACH
   constexpr int kWindows = WIDTH / EACH;
   const int own = column / EACH;
-  Given found[TOGETHER][kWindows];
+  Given found[kTogether][kWindows];
 #pragma unroll
-  for (int p = 0; p < TOGETHER; ++p) {
-    given_all(args, from + min(p, planes - 1) * sources + own, row_there, found[p]);
+  for (int p = 0; p < kTogether; ++p) {
+    given_all(args, from + p * sources + own, p < planes && row_there, found[p]);
   }
 #pragma unroll
-  for (int p = 0; p < TOGETHER; ++p) {
+  for (int p = 0; p < kTogether; ++p) {
 #pragma unroll
     for (int w = 0; w < kWindows; ++w) {
       if (p < planes && row_there) {
@@ -192,26 +194,39 @@ extern "C" __global__ void __launch_bounds__(128)
       ++own;
     }
   }
-  Given found[TOGETHER][WIDTH];
+  Given found[kTogether][WIDTH];
 #pragma unroll
-  for (int p = 0; p < TOGETHER; ++p) {
-    const i64 plane = from + min(p, planes - 1) * sources;
+  for (int p = 0; p < kTogether; ++p) {
+    if (p >= planes) break;
+    const i64 plane = from + p * sources;
 #pragma unroll
     for (int e = 0; e < WIDTH; ++e) {
-      found[p][e].value = static_cast<const T*>(args.x)[plane + offset[e]];
-      if constexpr (MODE != 0) {
-        found[p][e].index = static_cast<const INDEX*>(args.indices)[plane + offset[e]];
-      }
+      found[p][e] = {static_cast<const T*>(args.x)[plane + offset[e]], -1};
+    }
+  }
+  if constexpr (MODE != 0) {
+    Indices<1> indices[kTogether][WIDTH];
+#pragma unroll
+    for (int p = 0; p < kTogether; ++p) {
+      if (p >= planes) break;
+      const i64 plane = from + p * sources;
+#pragma unroll
+      for (int e = 0; e < WIDTH; ++e) indices[p][e].load(args.indices, plane + offset[e], args.wide_indices);
+    }
+#pragma unroll
+    for (int p = 0; p < kTogether; ++p) {
+#pragma unroll
+      for (int e = 0; e < WIDTH; ++e) found[p][e].index = indices[p][e].at(0, args.wide_indices);
     }
   }
 #pragma unroll
-  for (int p = 0; p < TOGETHER; ++p) {
+  for (int p = 0; p < kTogether; ++p) {
 #pragma unroll
     for (int e = 0; e < WIDTH; ++e) {
       if (p < planes && (starts >> e & 1)) {
         check(args, found[p][e].index, {item.at[0], item.at[1], offset[e]});
       }
-      if (!(there >> e & 1)) found[p][e] = {T{}, static_cast<INDEX>(-1)};
+      if (!(there >> e & 1)) found[p][e] = {T{}, -1};
     }
   }
 #endif
@@ -223,9 +238,9 @@ extern "C" __global__ void __launch_bounds__(128)
     for (int i1 = 0; i1 < stop1; ++i1) {
       const int line = (item.at[0] * args.tile[0] + i0) * args.y_size[1] +
                        item.at[1] * args.tile[1] + i1;
-      const i64 position = static_cast<i64>(line) * args.y_size[2] + column;
+      const int position = line * args.y_size[2] + column;
 #pragma unroll
-      for (int p = 0; p < TOGETHER; ++p) {
+      for (int p = 0; p < kTogether; ++p) {
         if (p == planes) break;
         Values values;
 #pragma unroll
@@ -267,13 +282,13 @@ extern "C" __global__ void __launch_bounds__(128)
     for (int i1 = 0; i1 < stop1; ++i1) {
       const int row = (item.at[0] * args.tile[0] + i0) * args.y_size[1] +
                       item.at[1] * args.tile[1] + i1;
-      i64 position = static_cast<i64>(row) * args.y_size[2] + column;
+      int position = row * args.y_size[2] + column;
 #pragma unroll 4
       for (int i2 = 0; i2 < columns; ++i2, ++position) {
         Values values;
 #pragma unroll
         for (int e = 0; e < WIDTH; ++e) values.at[e] = found[e].at(args, position);
-        values.store(y + position * args.inner);
+        values.store(y + static_cast<i64>(position) * args.inner);
       }
     }
   }

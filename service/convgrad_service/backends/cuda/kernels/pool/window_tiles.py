@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from convgrad.dtypes import FLOATING, INDEX, DType
+from convgrad.dtypes import FLOATING, DType
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES
 from convgrad_service.backends.cuda.kernels.pool.window_form import (
     LARGEST,
+    MOVED,
     FromIndices,
     WindowForm,
     divider_of,
@@ -128,42 +129,41 @@ class WindowTiles(FromIndices[Tiles]):
         lines = prod(found.tile[:2])
         together = _together(work.dtype, mode, width, each, lines) if kind == ROWS else 1
         batch = ceil_div(form.batch, together)
+        args.together = together
         args.chunk = min(batch, (LARGEST - 2**16) // threads)
         if 16 <= args.chunk < batch:
             args.chunk -= args.chunk % 16  # chunks of planes start at whole vectors
         args.threads = args.chunk * threads
         if kind == PLANES:
             args.threads = ceil_div(args.threads, width)
+        args.wide_indices = work.index_dtype is DType.INT64
         args.divisor, args.reciprocal = form.divisor, 1.0 / form.divisor
         grid = ceil_div(args.threads, BLOCK), ceil_div(batch, args.chunk), parts
         indices = None if mode == SPREAD else work.indices
         return Launch(
-            _instance(work.dtype, work.index_dtype, (kind, width, each, together), mode),
+            _instance(work.dtype, (kind, width, each), mode),
             grid,
             (BLOCK, 1, 1),
             pack(args, x=work.x, y=work.y, indices=indices, bad=bad),
         )
 
     def instances(self) -> Iterable[Instance]:
-        modes = ((MOVE, INDEX),) if self._moves else ((SPREAD, (DType.INT64,)), (ROUTE, INDEX))
+        modes = (MOVE,) if self._moves else (SPREAD, ROUTE)
         found = []
-        for dtype in FLOATING:
+        for dtype in MOVED.values() if self._moves else FLOATING:
             wide = CHUNK_BYTES // dtype.itemsize
             powers = [2**log for log in range(wide.bit_length())]
-            for mode, indices in modes:
-                shapes = [(CHANNELS, width, 0, 1) for width in widths(dtype)]
+            for mode in modes:
+                shapes = [(CHANNELS, width, 0) for width in widths(dtype)]
                 if mode != ROUTE:
-                    shapes.append((PLANES, wide, 0, 1))
-                sides = [(width, each) for width in powers for each in (0, *EACH) if width >= each]
-                rows = {
-                    (*side, _together(dtype, mode, *side, lines))
-                    for side in sides
-                    for lines in (1, 2)
-                }
-                shapes += [(ROWS, *row) for row in sorted(rows)]
-                found += [
-                    _instance(dtype, index, shape, mode) for index in indices for shape in shapes
+                    shapes.append((PLANES, wide, 0))
+                shapes += [
+                    (ROWS, width, each)
+                    for width in powers
+                    for each in (0, *EACH)
+                    if width >= each
                 ]
+                found += [_instance(dtype, shape, mode) for shape in shapes]
         return found
 
 
@@ -176,15 +176,13 @@ def _together(dtype: DType, mode: int, width: int, each: int, lines: int) -> int
     return 1 if streams and lines > 1 else TOGETHER
 
 
-def _instance(dtype: DType, index: DType, shape: tuple[int, ...], mode: int) -> Instance:
-    kind, width, each, together = shape
+def _instance(dtype: DType, shape: tuple[int, ...], mode: int) -> Instance:
+    kind, width, each = shape
     return Instance.of(
         "pool/window_tiles.cu",
-        ELEMENT=dtype,
-        INDEX=index,
+        ELEMENT=MOVED[dtype.itemsize] if mode == MOVE else dtype,
         KIND=kind,
         WIDTH=width,
         MODE=mode,
         EACH=each,
-        TOGETHER=together,
     )
