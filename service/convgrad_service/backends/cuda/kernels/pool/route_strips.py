@@ -107,11 +107,7 @@ class RouteStrips(FromIndices[Strips]):
         )
 
     def instances(self) -> Iterable[Instance]:
-        return [
-            _instance(dtype, width)
-            for dtype in FLOATING
-            for width in WIDTHS[dtype.itemsize]
-        ]
+        return [_instance(dtype, width) for dtype in FLOATING for width in WIDTHS[dtype.itemsize]]
 
 
 def _slides(axis: WindowAxis) -> bool:

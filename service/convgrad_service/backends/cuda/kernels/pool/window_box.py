@@ -140,7 +140,7 @@ class Tile:
         return Places(indices, y, places, ranges, weights, end)
 
     def staged(self, work: WindowWork, form: WindowForm) -> bool:
-        """Return whether results are stored to shared memory first: short lines of small elements."""
+        """Return whether results are stored in shared memory first: of small elements."""
         return (
             work.kind != "routes"
             and self.whole

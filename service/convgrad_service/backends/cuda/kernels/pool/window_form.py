@@ -19,7 +19,16 @@ from convgrad_service.plans.cuda.program import Check, Clear, Fragment, Launch, 
 from convgrad_service.plans.cuda.works import WindowWork
 from convgrad_service.problems.windows import WindowAxis
 
-__all__ = ["MOVED", "SMALL", "FromIndices", "WindowForm", "divider_of", "most_positions", "widths", "window_args"]
+__all__ = [
+    "MOVED",
+    "SMALL",
+    "FromIndices",
+    "WindowForm",
+    "divider_of",
+    "most_positions",
+    "widths",
+    "window_args",
+]
 __all__ += ["range_of", "window_grid"]
 
 Axes = tuple[WindowAxis, ...]

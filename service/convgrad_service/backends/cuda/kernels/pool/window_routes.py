@@ -66,9 +66,7 @@ class WindowRoutes(FromIndices[WindowForm]):
             most = CHUNK_BYTES // dtype.itemsize
             vectors = [(width, 1, span) for width in widths(source, dtype) for span in (1, SPAN)]
             vectors.append((1, min(SPAN, most), SPAN))
-            found += [
-                _instance((source, dtype), vector, self._moves, False) for vector in vectors
-            ]
+            found += [_instance((source, dtype), vector, self._moves, False) for vector in vectors]
             if source is dtype and not self._moves:
                 found.append(_instance((source, dtype), (1, 1, 1), self._moves, True))
         return found

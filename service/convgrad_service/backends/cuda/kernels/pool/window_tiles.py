@@ -158,10 +158,7 @@ class WindowTiles(FromIndices[Tiles]):
                 if mode != ROUTE:
                     shapes.append((PLANES, wide, 0))
                 shapes += [
-                    (ROWS, width, each)
-                    for width in powers
-                    for each in (0, *EACH)
-                    if width >= each
+                    (ROWS, width, each) for width in powers for each in (0, *EACH) if width >= each
                 ]
                 found += [_instance(dtype, shape, mode) for shape in shapes]
         return found
