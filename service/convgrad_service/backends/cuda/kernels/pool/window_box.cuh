@@ -30,7 +30,6 @@ struct BoxArgs {
   int ranges;       // windows of a table: along axis 1, window_scatter.cu also along axis 2
   int phases[3];    // window_scatter.cu: the most windows that contain a position
   int in_phase[3];  // windows of a phase
-  int team_log;     // log2 of a plane's threads
   Divider by_tile[3];  // axis 1: by the runs of a column
   Divider by_tiles[3], by_phase[3], by_y_size[3];
 };

@@ -22,16 +22,16 @@ from convgrad_service.problems.windows import WindowAxis
 
 __all__ = ["BOX_BLOCK", "MOST_BYTES", "Tile", "tiled"]
 
-BOX_BLOCK, WARP, LEAST_TEAM = 256, 32, 8
+BOX_BLOCK = 256
 # Shared memory of a block: several fit on a multiprocessor.
 MOST_BYTES = {"sums": 72 * 1024, "maxima": 72 * 1024, "routes": 56 * 1024}
 # Whole planes beyond those that a block needs are added up to here.
-ENOUGH_BYTES = {"sums": 40 * 1024, "maxima": 40 * 1024, "routes": 56 * 1024}
+ENOUGH_BYTES = {"sums": 24 * 1024, "maxima": 40 * 1024, "routes": 56 * 1024}
 # Blocks that keep a multiprocessor busy, and threads' items that keep a block busy.
 ENOUGH_BLOCKS = {"sums": 8, "maxima": 8, "routes": 4}
 ENOUGH_ITEMS = 128
-# The largest elements of results that are staged in shared memory, and the fewest lines of a plane.
-STAGED_BYTES, STAGED_LINES = 2, 2
+# Maxima are staged in shared memory if there are so many for each position of x.
+STAGED_OUTPUTS = 0.5
 # The most windows of a table, for routes.
 MOST_COLUMNS = 512
 # Positions of a thread along axis 1.
@@ -129,24 +129,20 @@ class Tile:
         outputs = self.planes * self.size[0] * self.size[1] * self.y_pitch(work, form)
         routes, wide = work.kind == "routes", max(4, work.dtype.itemsize)
         indices = room(elements, work.dtype.itemsize)
-        staged, maxima = self.staged(work, form), work.kind == "maxima"
+        staged = self.staged(work, form)
         y = indices + (room(elements, work.index_dtype.itemsize) if routes else 0)
         cell = wide if routes else work.dtype.itemsize if staged else 0
         places = y + (room(outputs, cell) if cell else 0)
-        ranges = places + (room(outputs, 4) if staged and maxima else 0)
+        ranges = places + (room(outputs, 4) if staged else 0)
         weights = ranges + RANGE_BYTES * self.ranges(work, form)
         weight_bytes = wide if form.varying == "inputs" else 0
         end = weights + weight_bytes * sum(self.box)
         return Places(indices, y, places, ranges, weights, end)
 
     def staged(self, work: WindowWork, form: WindowForm) -> bool:
-        """Return whether results are stored in shared memory first: of small elements."""
-        return (
-            work.kind != "routes"
-            and self.whole
-            and work.dtype.itemsize <= STAGED_BYTES
-            and form.y_size[1] >= STAGED_LINES
-        )
+        """Return whether results are stored in shared memory first: many maxima with indices."""
+        many = prod(form.y_size) >= STAGED_OUTPUTS * prod(form.x_size)
+        return self.whole and work.kind == "maxima" and work.indices is not None and many
 
     def ranges(self, work: WindowWork, form: WindowForm) -> int:
         """Return the windows of a table: those along axis 1, for routes also along axis 2."""
@@ -171,23 +167,12 @@ class Tile:
         axes = zip(form.windows, self.box, strict=True)
         args.phases[:] = [min(most_positions(axis), box) for axis, box in axes]
         args.in_phase[:] = [ceil_div(*pair) for pair in zip(self.box, args.phases, strict=True)]
-        args.team_log = self._team(prod(args.in_phase)).bit_length() - 1
         runs = self.size[0], ceil_div(self.size[1], args.run), self.size[2]
         sides = runs, args.tiles, args.in_phase, form.y_size
         targets = args.by_tile, args.by_tiles, args.by_phase, args.by_y_size
         for dividers, divisors in zip(targets, sides, strict=True):
             dividers[:] = [divider_of(divisor) for divisor in divisors]
         return args
-
-    def _team(self, windows: int) -> int:
-        """Return the threads of a plane whose phases have so many windows, for routes."""
-        team = BOX_BLOCK
-        while team > LEAST_TEAM:
-            enough = team > WARP and 2 * BOX_BLOCK // team <= self.planes
-            if team // 2 < windows and not enough:
-                break
-            team //= 2
-        return team
 
     def tiles(self, form: WindowForm) -> list[int]:
         """Return the tiles of a plane along each axis."""
@@ -227,7 +212,7 @@ def _together(work: WindowWork) -> int:
     """Return the planes of a thread, see ``window_planes.cu``."""
     if work.kind == "routes":
         return 1
-    return 2 if work.dtype.itemsize == 8 else 4
+    return 2 if work.dtype.itemsize == 8 or work.kind == "maxima" else 4
 
 
 def _pitch(length: int, like: int, chunk: int) -> int:

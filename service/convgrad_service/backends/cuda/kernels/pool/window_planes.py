@@ -107,8 +107,8 @@ class _Variant(NamedTuple):
         simple = self.simple and lines > 0 and (rolling > 0 or not self.weighted)
         shape = self.shape
         if not simple and shape != ANY:
-            # Without an instance of their own: any windows of lines, or those of the last shape.
-            shape = ANY if lines == 1 else SHAPES[-1]
+            # Lines without an instance of their own.
+            shape = ANY if lines == 1 else shape
         return self._replace(shape=shape, simple=simple, rolling=rolling)
 
 

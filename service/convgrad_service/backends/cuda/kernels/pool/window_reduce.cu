@@ -9,6 +9,7 @@
 // the rest along the axis before. Channels first (INNER 0): lanes are adjacent threads, because
 // positions are contiguous. Channels last (INNER 1): adjacent threads have WIDTH channels each, and
 // lanes are as far apart as a block has windows. Each lane has several accumulators and loads in flight.
+// LINE: windows have positions along the last axis only.
 // With channels first, WIDTH above 1 is a vector of positions along the last axis, whose lanes are
 // added at the end; windows must start and end at multiples of it.
 // Block: 256 threads, 256 / lanes windows (of WIDTH channels). Shared memory: one partial result per
@@ -114,64 +115,58 @@ extern "C" __global__ void __launch_bounds__(256, MAXIMA ? 2 : WIDTH == 8 || siz
   Part parts[kParts];
 #pragma unroll
   for (int u = 0; u < kParts; ++u) parts[u].clear();
-  // Windows with positions along the last axis only.
-  const auto take_line = [&] {
-    const int first = start[2] + lane * kStep, step = lanes * kStep;
-    const int loads = max(0, (stop[2] - first + step - 1) / step);
-    const i64 pitch = static_cast<i64>(step) * args.inner;
-    const T* from = x + static_cast<i64>(first) * args.inner;
-    int next = first;
-    const auto take = [&](int count) {
-      Values values[kAtOnce];
+#if LINE
+  constexpr int kStepLog = kStep == 8 ? 3 : kStep / 2;
+  const int first = start[2] + lane * kStep, step = lanes * kStep;
+  const int loads = max(0, stop[2] - first + step - 1) >> (lanes_log + kStepLog);
+  const i64 pitch = static_cast<i64>(step) * args.inner;
+  const T* from = x + static_cast<i64>(first) * args.inner;
+  int next = first;
+  const auto take = [&](int count) {
+    Values values[kAtOnce];
 #pragma unroll
-      for (int u = 0; u < kAtOnce; ++u) {
-        values[u] = u < count ? Values::load(from + u * pitch) : Values::zero();
-      }
+    for (int u = 0; u < kAtOnce; ++u) {
+      values[u] = u < count ? Values::load(from + u * pitch) : Values::zero();
+    }
 #pragma unroll
-      for (int u = 0; u < kAtOnce; ++u) {
-        if (u < count) parts[u % kParts].take(values[u], next + u * step);
-      }
-      from += kAtOnce * pitch;
-      next += kAtOnce * step;
-    };
-    int left = loads;
-    for (; left >= kAtOnce; left -= kAtOnce) take(kAtOnce);
-    if (left > 0) take(left);
+    for (int u = 0; u < kAtOnce; ++u) {
+      if (u < count) parts[u % kParts].take(values[u], next + u * step);
+    }
+    from += kAtOnce * pitch;
+    next += kAtOnce * step;
   };
-  const auto take_lines = [&] {
-    const int lanes_x = 1 << args.lanes_log, lanes_y = lanes >> args.lanes_log;
-    const int lane_y = lane >> args.lanes_log, lane_x = lane & (lanes_x - 1);
-    for (int i0 = start[0]; i0 < stop[0]; ++i0) {
-      int i1 = start[1] + lane_y, i2 = start[2] + lane_x * kStep;
-      if (i2 >= stop[2]) i1 = stop[1];
-      while (i1 < stop[1]) {
-        Values values[kAtOnce];
-        int positions[kAtOnce];
-        bool there[kAtOnce];
+  int left = loads;
+  for (; left >= kAtOnce; left -= kAtOnce) take(kAtOnce);
+  if (left > 0) take(left);
+#else
+  const int lanes_x = 1 << args.lanes_log, lanes_y = lanes >> args.lanes_log;
+  const int lane_y = lane >> args.lanes_log, lane_x = lane & (lanes_x - 1);
+  for (int i0 = start[0]; i0 < stop[0]; ++i0) {
+    int i1 = start[1] + lane_y, i2 = start[2] + lane_x * kStep;
+    if (i2 >= stop[2]) i1 = stop[1];
+    while (i1 < stop[1]) {
+      Values values[kAtOnce];
+      int positions[kAtOnce];
+      bool there[kAtOnce];
 #pragma unroll
-        for (int u = 0; u < kAtOnce; ++u) {
-          there[u] = i1 < stop[1];
-          positions[u] = (i0 * args.x_size[1] + i1) * args.x_size[2] + i2;
-          values[u] = there[u] ? Values::load(x + static_cast<i64>(positions[u]) * args.inner)
-                               : Values::zero();
-          i2 += lanes_x * kStep;
-          if (i2 >= stop[2]) {
-            i2 = start[2] + lane_x * kStep;
-            i1 += lanes_y;
-          }
+      for (int u = 0; u < kAtOnce; ++u) {
+        there[u] = i1 < stop[1];
+        positions[u] = (i0 * args.x_size[1] + i1) * args.x_size[2] + i2;
+        values[u] = there[u] ? Values::load(x + static_cast<i64>(positions[u]) * args.inner)
+                             : Values::zero();
+        i2 += lanes_x * kStep;
+        if (i2 >= stop[2]) {
+          i2 = start[2] + lane_x * kStep;
+          i1 += lanes_y;
         }
+      }
 #pragma unroll
-        for (int u = 0; u < kAtOnce; ++u) {
-          if (there[u]) parts[u % kParts].take(values[u], positions[u]);
-        }
+      for (int u = 0; u < kAtOnce; ++u) {
+        if (there[u]) parts[u % kParts].take(values[u], positions[u]);
       }
     }
-  };
-  if (args.x_size[0] == 1 && args.x_size[1] == 1) {
-    take_line();
-  } else {
-    take_lines();
   }
+#endif
 #pragma unroll
   for (int u = 1; u < kParts; ++u) parts[0].meet(parts[u]);
   Part& whole = parts[0];

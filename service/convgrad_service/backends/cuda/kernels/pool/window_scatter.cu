@@ -7,8 +7,7 @@
 // A block clears the cells of a tile of y in shared memory, copies the box of x and indices
 // (window_box.cuh), lets one thread for each window add to the cell of its index, and stores the
 // cells. A position is in at most `phases` adjacent windows along each axis; windows whose numbers are
-// equal modulo `phases` are added between two barriers, so no two threads have the same cell. These are
-// barriers of a warp where a plane has no more threads than that.
+// equal modulo `phases` are added between two barriers, so no two threads have the same cell.
 // With MOVE a cell is the number of the last window. SIMPLE: planes of one slice, and windows that slide
 // by whole positions.
 // Block: 256 threads. Dynamic shared memory: x, indices, cells, unless SIMPLE the ranges of
@@ -60,10 +59,7 @@ extern "C" __global__ void __launch_bounds__(kBoxThreads, kBlocks)
   const WindowArgs& windows = args.windows;
   const Box box(args);
   const T* const x = box.load<T>(args, windows.x, shared);
-  unsigned char* const indices_at = shared + args.indices_at;
-  const void* const indices = windows.wide_indices
-                                  ? static_cast<const void*>(box.load<i64>(args, windows.indices, indices_at))
-                                  : box.load<int>(args, windows.indices, indices_at);
+  const INDEX* const indices = box.load<INDEX>(args, windows.indices, shared + args.indices_at);
   const int thread = static_cast<int>(threadIdx.x);
   for (int at = args.y_at + thread * 16; at < args.ranges_at; at += kBoxThreads * 16) {
     *reinterpret_cast<uint4*>(shared + at) = {};
@@ -90,18 +86,13 @@ extern "C" __global__ void __launch_bounds__(kBoxThreads, kBlocks)
   // The positions of a plane in the tile; unless `by_lines`, they are adjacent.
   const int tile_first = (box.base[0] * size1 + box.base[1]) * size2;
   const int tile_size = args.whole ? plane_size : box.count[1] * size2;
-  // Adds a window to the cell of its index; false if that is not in the window. `from` is the first
-  // position of the window, whose extents are `size`.
-  const auto add = [&](int plane, int own, int from, const int (&size)[3], const int (&target)[3]) {
-    int position;
-    if (windows.wide_indices) {
-      const i64 index = static_cast<const i64*>(indices)[own];
-      if (index >> 32 != 0) return false;
-      position = static_cast<int>(index);
-    } else {
-      position = static_cast<const int*>(indices)[own];
-    }
-    const int from_first = position - from;
+  // Adds a window to the cell of its index; false if that is not in the window.
+  const auto add = [&](int plane, int own, int2 range0, int2 range1, int2 range2) {
+    const INDEX index = indices[own];
+    if (sizeof(INDEX) > 4 && static_cast<i64>(index) >> 32 != 0) return false;
+    // From the first position of the window; all of its lines are in one slice if SIMPLE.
+    const int position = static_cast<int>(index);
+    const int from_first = position - (range0.x * size1 + range1.x) * size2 - range2.x;
     int i1 = divide(from_first, args.by_y_size[2]);
     const int i2 = from_first - i1 * size2;
     int i0 = 0;
@@ -109,14 +100,16 @@ extern "C" __global__ void __launch_bounds__(kBoxThreads, kBlocks)
       i0 = divide(i1, args.by_y_size[1]);
       i1 -= i0 * size1;
     }
-    const auto below = [](int i, int end) { return static_cast<u32>(i) < static_cast<u32>(end); };
-    if (!below(i0, size[0]) || !below(i1, size[1]) || !below(i2, size[2])) return false;
+    const auto below = [](int i, int2 range) {
+      return static_cast<u32>(i) < static_cast<u32>(range.y - range.x);
+    };
+    if (!below(i0, range0) || !below(i1, range1) || !below(i2, range2)) return false;
     int cell = position - tile_first;
-    bool mine = below(cell, tile_size);
+    bool mine = static_cast<u32>(cell) < static_cast<u32>(tile_size);
     cell += plane * plane_size;
     if (args.by_lines) {
-      const int y1 = target[1] + i1, y2 = target[2] + i2;
-      mine = target[0] + i0 == 0 && below(y1, box.count[1]) && below(y2, box.count[2]);
+      const int y1 = range1.x + i1 - box.base[1], y2 = range2.x + i2 - box.base[2];
+      mine = range0.x + i0 == box.base[0] && y1 >= 0 && y1 < box.count[1] && y2 >= 0 && y2 < box.count[2];
       cell = y1 * args.y_pitch + y2;
     }
     if (mine) cells[cell].meet(x, own);  // else another block's
@@ -129,13 +122,10 @@ extern "C" __global__ void __launch_bounds__(kBoxThreads, kBlocks)
     const int n = args.phases[axis];
     lead[axis] = box.first[axis] == 0 ? 0 : n - 1 - (box.first[axis] + n - 1) % n;
   }
-  // A team of threads has every `teams`-th plane, and each thread a window of a phase in all of them.
-  const int team = thread >> args.team_log, teams = kBoxThreads >> args.team_log;
-  const int member = thread - (team << args.team_log);
-  // There it has a column of windows, of a phase, and every `together`-th line of them.
-  const int columns = args.in_phase[2], lines = args.in_phase[0] * args.in_phase[1];
-  const int own_line = divide(member, args.by_phase[2]), own_column = member - own_line * columns;
-  const int together = max(1, divide(1 << args.team_log, args.by_phase[2]));
+  // A phase's lines, of which a thread has every `together`-th, and there its column or every 256th.
+  const int columns = args.in_phase[2], own_line = divide(thread, args.by_phase[2]);
+  const int together = max(1, divide(kBoxThreads, args.by_phase[2]));
+  const int lines = own_line < together ? box.planes * args.in_phase[0] * args.in_phase[1] : 0;
   bool good = true;
   int phase[3] = {0, 0, 0};
 #pragma unroll 1
@@ -146,41 +136,35 @@ extern "C" __global__ void __launch_bounds__(kBoxThreads, kBlocks)
       first[axis] = lead[axis] + phase[axis];
       if (first[axis] >= args.phases[axis]) first[axis] -= args.phases[axis];
     }
-#pragma unroll 1
-    for (int column = own_column; own_line < together && column < columns; column += 1 << args.team_log) {
-      const int at2 = first[2] + column * args.phases[2];
-      if (at2 >= box.extent[2]) continue;
+    const auto add_line = [&](int line, int at2, int2 range2) {
+      const int slice = divide(line, args.by_phase[1]);
+      const int at1 = first[1] + (line - slice * args.in_phase[1]) * args.phases[1];
+      const int plane = SIMPLE ? slice : divide(slice, args.by_phase[0]);
+      const int at0 = SIMPLE ? 0 : first[0] + (slice - plane * args.in_phase[0]) * args.phases[0];
+      if (at1 >= box.extent[1] || (!SIMPLE && at0 >= box.extent[0])) return;
+      const int2 range0 = SIMPLE ? make_int2(0, 1) : range_of(args, box, 0, at0), range1 = lines_of(at1);
+      const int own = plane * args.pitch[0] + (SIMPLE ? 0 : at0 * args.pitch[1]) + at1 * args.pitch[2];
+      if (columns <= kBoxThreads) {
+        good &= add(plane, own + at2, range0, range1, range2);
+        return;
+      }
+      for (; at2 < box.extent[2]; at2 += kBoxThreads * args.phases[2]) {
+        good &= add(plane, own + at2, range0, range1, columns_of(at2));
+      }
+    };
+    const int at2 = first[2] + (thread - own_line * columns) * args.phases[2];
+    if (at2 < box.extent[2]) {
       const int2 range2 = columns_of(at2);
 #pragma unroll 1
-      for (int line = own_line; line < lines; line += together) {
-        const int slice = SIMPLE ? 0 : divide(line, args.by_phase[1]);
-        const int at1 = first[1] + (line - slice * args.in_phase[1]) * args.phases[1];
-        const int at0 = SIMPLE ? 0 : first[0] + slice * args.phases[0];
-        if (at1 >= box.extent[1] || (!SIMPLE && at0 >= box.extent[0])) continue;
-        const int2 range0 = SIMPLE ? make_int2(0, 1) : range_of(args, box, 0, at0), range1 = lines_of(at1);
-        const int size[3] = {range0.y - range0.x, range1.y - range1.x, range2.y - range2.x};
-        const int target[3] = {range0.x - box.base[0], range1.x - box.base[1], range2.x - box.base[2]};
-        const int from = (range0.x * size1 + range1.x) * size2 + range2.x;
-        int own = team * args.pitch[0] + at1 * args.pitch[2] + at2 + (SIMPLE ? 0 : at0 * args.pitch[1]);
-#pragma unroll 1
-        for (int plane = team; plane < box.planes; plane += teams) {
-          good &= add(plane, own, from, size, target);
-          own += teams * args.pitch[0];
-        }
-      }
+      for (int line = own_line; line < lines; line += together) add_line(line, at2, range2);
     }
-    if (args.team_log <= 5) {
-      __syncwarp();
-    } else {
-      __syncthreads();
-    }
+    __syncthreads();
 #pragma unroll
     for (int axis = 2; axis >= 0; --axis) {
       if (++phase[axis] < args.phases[axis]) break;
       phase[axis] = 0;
     }
   }
-  if (args.team_log <= 5) __syncthreads();
   if (!good && windows.bad != nullptr) windows.bad[MOVE] = 1;  // all writers write the same value
   box.store<T>(args, windows.y, cells, [&](const Cell& cell) { return cell.element(x); });
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from convgrad.dtypes import FLOATING, DType
+from convgrad.dtypes import FLOATING, INDEX, DType
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.pool.window_box import BOX_BLOCK, Tile, tiled
 from convgrad_service.backends.cuda.kernels.pool.window_form import MOVED, FromIndices, WindowForm
@@ -33,24 +33,25 @@ class WindowScatter(FromIndices[tuple[WindowForm, Tile]]):
         self, work: WindowWork, device: CudaDevice, config: tuple[WindowForm, Tile], bad: str | None
     ) -> Launch:
         form, tile = config
-        args = tile.arguments(work, form)
-        args.windows.wide_indices = work.index_dtype is DType.INT64
         return Launch(
-            _instance(work.dtype, form.is_simple(form.counted), self._moves),
+            _instance(work.dtype, work.index_dtype, form.is_simple(form.counted), self._moves),
             (tile.blocks(form), 1, 1),
             (BOX_BLOCK, 1, 1),
-            pack(args, x=work.x, y=work.y, indices=work.indices, bad=bad),
+            pack(tile.arguments(work, form), x=work.x, y=work.y, indices=work.indices, bad=bad),
             tile.places(work, form).end,
         )
 
     def instances(self) -> Iterable[Instance]:
         return [
-            _instance(dtype, simple, self._moves)
+            _instance(dtype, index, simple, self._moves)
             for dtype in (MOVED.values() if self._moves else FLOATING)
+            for index in INDEX
             for simple in (True, False)
         ]
 
 
-def _instance(dtype: DType, simple: bool, moves: bool) -> Instance:
+def _instance(dtype: DType, index: DType, simple: bool, moves: bool) -> Instance:
     element = MOVED[dtype.itemsize] if moves else dtype
-    return Instance.of("pool/window_scatter.cu", ELEMENT=element, SIMPLE=simple, MOVE=moves)
+    return Instance.of(
+        "pool/window_scatter.cu", ELEMENT=element, INDEX=index, SIMPLE=simple, MOVE=moves
+    )

@@ -32,7 +32,7 @@ SHARED = 1.25
 # (LINES, TAPS) of windows that share lines, and of those that are loaded whole; the first that fits
 # is used.
 SLIDING = ((3, 3), (5, 5))
-WHOLE = ((2, 2), (4, 1), (3, 3))
+WHOLE = ((1, 1), (2, 2), (4, 1), (3, 3))
 # Those that have an instance for windows that slide by whole positions.
 SIMPLE = (3, 3)
 # Those with weights; others are rare.
@@ -72,8 +72,6 @@ class _Shape:
         sizes = next((size for size in choices if lines <= size[0] and taps <= size[1]), (0, 0))
         sliding = shared and sizes != (0, 0)
         simple = sliding and sizes == SIMPLE and form.is_simple(form.windows, form.counted)
-        if sliding and weighted and not simple:
-            sizes = SLIDING[-1]
         shares = shared and not sliding and not weighted
         run = ANY_SHARED if not form.last or shares else ANY
         return cls(form.width(dtype), axis, sliding, simple, run, *sizes, weighted)
@@ -121,8 +119,7 @@ class WindowSums(Solver[WindowWork, WindowForm]):
             forms = [(2, False, False, run, 0, 0) for run in runs]
             if dtype in SMALL:
                 whole = WHOLE_WEIGHTED if weighted else WHOLE
-                sliding = SLIDING[-1:] if weighted else SLIDING
-                forms += [(2, True, False, ANY, *sizes) for sizes in sliding]
+                forms += [(2, True, False, ANY, *sizes) for sizes in SLIDING]
                 forms += [(2, True, True, ANY, *SIMPLE)]
                 forms += [(2, False, False, ANY, *sizes) for sizes in whole]
             for form, width in product(forms, widths(dtype)):

@@ -8,8 +8,8 @@
 // not null, the thread with a window's first position checks its index as window_routes.cu does.
 // KIND 0, channels last: a thread reads WIDTH channels of a window once and stores them to the
 // window's positions, or to a part of them along the last axis, which blockIdx.z selects.
-// KIND 1, channels first: WIDTH adjacent positions of a row, in all rows of their windows, in `together`
-// planes, at most kTogether. With EACH every window has as many positions of a row, of which WIDTH is a multiple, and
+// KIND 1, channels first: WIDTH adjacent positions of a row, in all rows of their windows, in TOGETHER
+// planes. With EACH every window has as many positions of a row, of which WIDTH is a multiple, and
 // windows are loaded as vectors; 0 for any.
 // KIND 2, channels first and one window per plane: WIDTH adjacent elements of all planes, which are
 // contiguous.
@@ -25,7 +25,6 @@ namespace {
 using T = ELEMENT;
 using S = ElementAccumulator<T>;
 using Values = Vector<T, WIDTH>;
-constexpr int kTogether = 4;
 
 struct TilesArgs {
   const void* x;
@@ -41,7 +40,6 @@ struct TilesArgs {
   int chunk;    // of the batch
   int threads;  // in a chunk
   int wide_indices;  // of 64 bits, else of 32
-  int together;      // KIND 1
   int part;     // KIND 0: positions of a tile along the last axis that a thread stores to
   Divider by_vectors, by_items[3];
   Divider by_tile;     // along the last axis
@@ -149,9 +147,9 @@ extern "C" __global__ void __launch_bounds__(128)
   const int thread = static_cast<int>(blockIdx.x) * 128 + static_cast<int>(threadIdx.x);
   if (thread >= args.threads) return;
   const WindowItem item = item_of(args, thread, args.items, 1);
-  const i64 first = static_cast<i64>(item.group) * args.together;
+  const i64 first = static_cast<i64>(item.group) * TOGETHER;
   if (first >= args.batch) return;
-  const int planes = static_cast<int>(min(static_cast<i64>(args.together), args.batch - first));
+  const int planes = static_cast<int>(min(static_cast<i64>(TOGETHER), args.batch - first));
 
   const int column = item.at[2] * WIDTH;
   const bool row_there = item.at[0] < args.x_size[0] && item.at[1] < args.x_size[1];
@@ -163,13 +161,13 @@ extern "C" __global__ void __launch_bounds__(128)
 #if EACH
   constexpr int kWindows = WIDTH / EACH;
   const int own = column / EACH;
-  Given found[kTogether][kWindows];
+  Given found[TOGETHER][kWindows];
 #pragma unroll
-  for (int p = 0; p < kTogether; ++p) {
+  for (int p = 0; p < TOGETHER; ++p) {
     given_all(args, from + p * sources + own, p < planes && row_there, found[p]);
   }
 #pragma unroll
-  for (int p = 0; p < kTogether; ++p) {
+  for (int p = 0; p < TOGETHER; ++p) {
 #pragma unroll
     for (int w = 0; w < kWindows; ++w) {
       if (p < planes && row_there) {
@@ -194,9 +192,9 @@ extern "C" __global__ void __launch_bounds__(128)
       ++own;
     }
   }
-  Given found[kTogether][WIDTH];
+  Given found[TOGETHER][WIDTH];
 #pragma unroll
-  for (int p = 0; p < kTogether; ++p) {
+  for (int p = 0; p < TOGETHER; ++p) {
     if (p >= planes) break;
     const i64 plane = from + p * sources;
 #pragma unroll
@@ -205,22 +203,22 @@ extern "C" __global__ void __launch_bounds__(128)
     }
   }
   if constexpr (MODE != 0) {
-    Indices<1> indices[kTogether][WIDTH];
+    Indices<1> indices[TOGETHER][WIDTH];
 #pragma unroll
-    for (int p = 0; p < kTogether; ++p) {
+    for (int p = 0; p < TOGETHER; ++p) {
       if (p >= planes) break;
       const i64 plane = from + p * sources;
 #pragma unroll
       for (int e = 0; e < WIDTH; ++e) indices[p][e].load(args.indices, plane + offset[e], args.wide_indices);
     }
 #pragma unroll
-    for (int p = 0; p < kTogether; ++p) {
+    for (int p = 0; p < TOGETHER; ++p) {
 #pragma unroll
       for (int e = 0; e < WIDTH; ++e) found[p][e].index = indices[p][e].at(0, args.wide_indices);
     }
   }
 #pragma unroll
-  for (int p = 0; p < kTogether; ++p) {
+  for (int p = 0; p < TOGETHER; ++p) {
 #pragma unroll
     for (int e = 0; e < WIDTH; ++e) {
       if (p < planes && (starts >> e & 1)) {
@@ -240,7 +238,7 @@ extern "C" __global__ void __launch_bounds__(128)
                        item.at[1] * args.tile[1] + i1;
       const int position = line * args.y_size[2] + column;
 #pragma unroll
-      for (int p = 0; p < kTogether; ++p) {
+      for (int p = 0; p < TOGETHER; ++p) {
         if (p == planes) break;
         Values values;
 #pragma unroll

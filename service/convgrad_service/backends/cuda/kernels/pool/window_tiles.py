@@ -13,6 +13,7 @@ from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BY
 from convgrad_service.backends.cuda.kernels.pool.window_form import (
     LARGEST,
     MOVED,
+    SMALL,
     FromIndices,
     WindowForm,
     divider_of,
@@ -109,7 +110,7 @@ class WindowTiles(FromIndices[Tiles]):
     ) -> Launch:
         found, form = config, config.form
         kind, width = found.shape(work.dtype)
-        each = found.each(width) if kind == ROWS else 0
+        each = found.each(width) if kind == ROWS and work.dtype in SMALL else 0
         args = TilesArgs()
         args.tile[:], args.x_size[:], args.y_size[:] = found.tile, form.x_size, form.y_size
         items = [ceil_div(size, tile) for size, tile in zip(form.y_size, found.tile, strict=True)]
@@ -129,7 +130,6 @@ class WindowTiles(FromIndices[Tiles]):
         lines = prod(found.tile[:2])
         together = _together(work.dtype, mode, width, each, lines) if kind == ROWS else 1
         batch = ceil_div(form.batch, together)
-        args.together = together
         args.chunk = min(batch, (LARGEST - 2**16) // threads)
         if 16 <= args.chunk < batch:
             args.chunk -= args.chunk % 16  # chunks of planes start at whole vectors
@@ -141,7 +141,7 @@ class WindowTiles(FromIndices[Tiles]):
         grid = ceil_div(args.threads, BLOCK), ceil_div(batch, args.chunk), parts
         indices = None if mode == SPREAD else work.indices
         return Launch(
-            _instance(work.dtype, (kind, width, each), mode),
+            _instance(work.dtype, (kind, width, each, together), mode),
             grid,
             (BLOCK, 1, 1),
             pack(args, x=work.x, y=work.y, indices=indices, bad=bad),
@@ -154,12 +154,17 @@ class WindowTiles(FromIndices[Tiles]):
             wide = CHUNK_BYTES // dtype.itemsize
             powers = [2**log for log in range(wide.bit_length())]
             for mode in modes:
-                shapes = [(CHANNELS, width, 0) for width in widths(dtype)]
+                shapes = [(CHANNELS, width, 0, 1) for width in widths(dtype)]
                 if mode != ROUTE:
-                    shapes.append((PLANES, wide, 0))
-                shapes += [
-                    (ROWS, width, each) for width in powers for each in (0, *EACH) if width >= each
-                ]
+                    shapes.append((PLANES, wide, 0, 1))
+                known = (0, *EACH) if dtype in SMALL else (0,)
+                sides = [(width, each) for width in powers for each in known if width >= each]
+                rows = {
+                    (*side, _together(dtype, mode, *side, lines))
+                    for side in sides
+                    for lines in (1, 2)
+                }
+                shapes += [(ROWS, *row) for row in sorted(rows)]
                 found += [_instance(dtype, shape, mode) for shape in shapes]
         return found
 
@@ -174,7 +179,7 @@ def _together(dtype: DType, mode: int, width: int, each: int, lines: int) -> int
 
 
 def _instance(dtype: DType, shape: tuple[int, ...], mode: int) -> Instance:
-    kind, width, each = shape
+    kind, width, each, together = shape
     return Instance.of(
         "pool/window_tiles.cu",
         ELEMENT=MOVED[dtype.itemsize] if mode == MOVE else dtype,
@@ -182,4 +187,5 @@ def _instance(dtype: DType, shape: tuple[int, ...], mode: int) -> Instance:
         WIDTH=width,
         MODE=mode,
         EACH=each,
+        TOGETHER=together,
     )
