@@ -76,34 +76,21 @@ __device__ __forceinline__ void check(const TilesArgs& args, int index, const in
   if (!good) args.bad[MODE == 2 && exists] = 1;  // all writers write the same value
 }
 
-__device__ __forceinline__ Given given(const TilesArgs& args, i64 at, bool there) {
-  if (!there) return {T{}, -1};
-  Given found = {static_cast<const T*>(args.x)[at], -1};
-  if constexpr (MODE != 0) {
-    Indices<1> index;
-    index.load(args.indices, at, args.wide_indices);
-    found.index = index.at(0, args.wide_indices);
-  }
-  return found;
-}
-
-// Elements of adjacent windows.
+// Elements of adjacent windows as they are in memory, so that all are loaded before the first is used.
 template <int kCount>
-__device__ __forceinline__ void given_all(const TilesArgs& args, i64 at, bool there,
-                                          Given (&found)[kCount]) {
-#pragma unroll
-  for (int e = 0; e < kCount; ++e) found[e] = {T{}, -1};
-  if (!there) return;
-  const auto values = Vector<T, kCount>::load(static_cast<const T*>(args.x) + at);
-#pragma unroll
-  for (int e = 0; e < kCount; ++e) found[e].value = values.at[e];
-  if constexpr (MODE != 0) {
-    Indices<kCount> indices;
-    indices.load(args.indices, at, args.wide_indices);
-#pragma unroll
-    for (int e = 0; e < kCount; ++e) found[e].index = indices.at(e, args.wide_indices);
+struct Loaded {
+  Vector<T, kCount> values;
+  Indices<kCount> indices;
+
+  __device__ __forceinline__ void load(const TilesArgs& args, i64 at) {
+    values = Vector<T, kCount>::load(static_cast<const T*>(args.x) + at);
+    if constexpr (MODE != 0) indices.load(args.indices, at, args.wide_indices);
   }
-}
+  __device__ __forceinline__ Given given(const TilesArgs& args, int e, bool there) const {
+    if (!there) return {T{}, -1};
+    return {values.at[e], MODE != 0 ? indices.at(e, args.wide_indices) : -1};
+  }
+};
 
 }  // namespace
 
@@ -119,13 +106,17 @@ extern "C" __global__ void __launch_bounds__(128)
   int image = divide(static_cast<int>(element), args.by_tile);
   int position = static_cast<int>(element) - image * plane;
   Values values;
-  Given now = given(args, first + image, true);
+  Loaded<1> loaded;
+  loaded.load(args, first + image);
+  Given now = loaded.given(args, 0, true);
 #pragma unroll
   for (int e = 0; e < WIDTH; ++e) {
     if (position == plane) {
       position = 0;
       ++image;
-      now = given(args, first + image, first + image < args.batch);
+      const bool there = first + image < args.batch;
+      if (there) loaded.load(args, first + image);
+      now = loaded.given(args, 0, there);
     }
     if (position == 0 && element + e < end) check(args, now.index, {0, 0, 0});
     values.at[e] = now.at(args, position);
@@ -162,14 +153,16 @@ extern "C" __global__ void __launch_bounds__(128)
   constexpr int kWindows = WIDTH / EACH;
   const int own = column / EACH;
   Given found[TOGETHER][kWindows];
+  Loaded<kWindows> loaded[TOGETHER];
+  if (row_there) {
 #pragma unroll
-  for (int p = 0; p < TOGETHER; ++p) {
-    given_all(args, from + p * sources + own, p < planes && row_there, found[p]);
+    for (int p = 0; p < TOGETHER; ++p) loaded[p].load(args, from + min(p, planes - 1) * sources + own);
   }
 #pragma unroll
   for (int p = 0; p < TOGETHER; ++p) {
 #pragma unroll
     for (int w = 0; w < kWindows; ++w) {
+      found[p][w] = loaded[p].given(args, w, row_there);
       if (p < planes && row_there) {
         check(args, found[p][w].index, {item.at[0], item.at[1], own + w});
       }
@@ -193,38 +186,21 @@ extern "C" __global__ void __launch_bounds__(128)
     }
   }
   Given found[TOGETHER][WIDTH];
+  Loaded<1> loaded[TOGETHER][WIDTH];
 #pragma unroll
   for (int p = 0; p < TOGETHER; ++p) {
-    if (p >= planes) break;
-    const i64 plane = from + p * sources;
+    const i64 plane = from + min(p, planes - 1) * sources;
 #pragma unroll
-    for (int e = 0; e < WIDTH; ++e) {
-      found[p][e] = {static_cast<const T*>(args.x)[plane + offset[e]], -1};
-    }
-  }
-  if constexpr (MODE != 0) {
-    Indices<1> indices[TOGETHER][WIDTH];
-#pragma unroll
-    for (int p = 0; p < TOGETHER; ++p) {
-      if (p >= planes) break;
-      const i64 plane = from + p * sources;
-#pragma unroll
-      for (int e = 0; e < WIDTH; ++e) indices[p][e].load(args.indices, plane + offset[e], args.wide_indices);
-    }
-#pragma unroll
-    for (int p = 0; p < TOGETHER; ++p) {
-#pragma unroll
-      for (int e = 0; e < WIDTH; ++e) found[p][e].index = indices[p][e].at(0, args.wide_indices);
-    }
+    for (int e = 0; e < WIDTH; ++e) loaded[p][e].load(args, plane + offset[e]);
   }
 #pragma unroll
   for (int p = 0; p < TOGETHER; ++p) {
 #pragma unroll
     for (int e = 0; e < WIDTH; ++e) {
+      found[p][e] = loaded[p][e].given(args, 0, there >> e & 1);
       if (p < planes && (starts >> e & 1)) {
         check(args, found[p][e].index, {item.at[0], item.at[1], offset[e]});
       }
-      if (!(there >> e & 1)) found[p][e] = {T{}, -1};
     }
   }
 #endif
@@ -265,9 +241,11 @@ extern "C" __global__ void __launch_bounds__(128)
                    (static_cast<i64>(item.at[0]) * args.x_size[1] + item.at[1]) * args.x_size[2] +
                    item.at[2];
   Given found[WIDTH];
-  given_all(args, from * args.inner + item.vector * WIDTH, there, found);
+  Loaded<WIDTH> loaded;
+  if (there) loaded.load(args, from * args.inner + item.vector * WIDTH);
 #pragma unroll
   for (int e = 0; e < WIDTH; ++e) {
+    found[e] = loaded.given(args, e, there);
     if (there && blockIdx.z == 0) check(args, found[e].index, item.at);
   }
   const int columns = min(min(args.part, args.tile[2] - static_cast<int>(blockIdx.z) * args.part),
