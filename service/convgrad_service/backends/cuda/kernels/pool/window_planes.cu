@@ -29,7 +29,7 @@ namespace {
 
 using T = ELEMENT;
 using S = ElementAccumulator<T>;
-constexpr int kBytes = sizeof(T), kTogether = kBytes == 8 || MAXIMA ? 2 : 4;
+constexpr int kBytes = sizeof(T), kTogether = kBytes == 8 || (MAXIMA && LINES == 3) ? 2 : 4;
 
 #if MAXIMA
 struct Part {
@@ -133,7 +133,7 @@ struct Column {
 
 // Large windows' maxima need more registers on other GPUs.
 #if __CUDA_ARCH__ == 900
-constexpr int kBlocks = sizeof(T) == 8 ? 3 : MAXIMA && LINES ? 5 : 4;
+constexpr int kBlocks = sizeof(T) == 8 ? 3 : MAXIMA && LINES == 3 ? 5 : 4;
 #else
 constexpr int kBlocks = sizeof(T) == 8 || (MAXIMA && !LINES) ? 3 : 4;
 #endif
