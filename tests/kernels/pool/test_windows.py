@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -9,6 +11,7 @@ from convgrad.errors import InvalidProblem
 from convgrad_service.backends.base import Backend
 from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.backends.cuda.kernels.pool import window_box
+from convgrad_service.plans.cuda.device import H200
 from convgrad_service.problems import run_in_pieces
 from tests.emulator.backend import EmulatedBackend, works_here
 from tests.support.kernels.harness import (
@@ -29,7 +32,7 @@ from tests.support.numerics.arrays import (
     rng_for,
 )
 from tests.support.numerics.bounds import assert_same_bits
-from tests.support.numerics.cases import Case, maxpool_bwd, pool_cases
+from tests.support.numerics.cases import Case, maxpool_bwd, maxpool_fwd, pool_cases
 from tests.support.numerics.geometries import POOLS, Pool
 from tests.support.numerics.oracle import expected
 from tests.support.numerics.pool_inputs import bad_indices, sources, with_nans
@@ -128,6 +131,23 @@ def test_emulated_gradient_of_long_lines(seed: int, shape: tuple[int, int]) -> N
     asked, given = sources(case, tensors)["int64"]
     found = answers(EmulatedBackend(FAMILIES), asked, given, "NCW")
     check(found, wanted, "exact", f"seed {seed}, {shape}")
+
+
+@EMULATED
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("size", [(5, 6), (14, 14), (30, 29)], ids=str)
+def test_emulated_blocks_of_many_planes(seed: int, size: tuple[int, int], dtype: str) -> None:
+    """Teams of 8, 32 and 64 threads add to planes; staged results start anywhere in a chunk."""
+    backend = EmulatedBackend(FAMILIES, replace(H200, multiprocessors=1))
+    pool = Pool(3, 7, size, 3, 1, 1)
+    for make in (maxpool_bwd, maxpool_fwd):
+        case = make("planes", pool)
+        tensors = draw(case, rng_for(seed, make.__name__), DTYPES[dtype], integers)
+        wanted = expected(case.operation, tensors, case.params)
+        if make is maxpool_bwd:
+            case, tensors = sources(case, tensors)["int64"]
+        found = answers(backend, case, tensors, "NCHW")
+        check(found, wanted, "exact", f"seed {seed}, {case.id}")
 
 
 @pytest.mark.parametrize("case", [*CASES, *UNEVEN], ids=lambda case: case.id)

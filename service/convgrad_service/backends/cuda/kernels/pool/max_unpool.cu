@@ -10,7 +10,7 @@
 // Block: 128 threads (scatter), 256 (gather); shared memory: none. Deterministic: one thread or one
 // warp writes a plane, in order.
 // Index limits: planes and a chunk's elements below 2^31; offsets in 64 bits.
-#include "core/divider.cuh"
+#include "pool/windows.cuh"
 
 using namespace convgrad;
 
@@ -30,6 +30,7 @@ struct UnpoolArgs {
   int batch;
   int chunk;     // gather: of the batch, one a blockIdx.y
   int elements;  // in a chunk's indices
+  int wide_indices;  // of 64 bits, else of 32
   Divider by_size, by_inner;  // size * inner, inner
 };
 
@@ -47,7 +48,6 @@ extern "C" __global__ void __launch_bounds__(128)
   const i64 image = divide(own, args.inner, channel);
   const i64 from = image * args.size * args.inner + channel;
   const T* const x = static_cast<const T*>(args.x) + from;
-  const INDEX* const indices = static_cast<const INDEX*>(args.indices) + from;
   T* const y = static_cast<T*>(args.y) + image * args.plane * args.inner + channel;
   for (i64 at = lane; at < args.plane; at += kLanes) y[at * args.inner] = {};
   if constexpr (!INNER) __syncwarp();
@@ -58,10 +58,12 @@ extern "C" __global__ void __launch_bounds__(128)
     for (int u = 0; u < kAtOnce; ++u) {
       const i64 at = first + u * kLanes + lane;
       const bool there = at < args.size;
-      const i64 found = there ? static_cast<i64>(indices[at * args.inner]) : -1;
+      Indices<1> found;
+      if (there) found.load(args.indices, from + at * args.inner, args.wide_indices);
       values[u] = there ? x[at * args.inner] : T{};
-      const bool good = found >= 0 && found < args.plane;
-      index[u] = good ? static_cast<int>(found) : -1;
+      index[u] = there ? found.at(0, args.wide_indices) : -1;
+      const bool good = index[u] >= 0 && index[u] < args.plane;
+      if (!good) index[u] = -1;
       if (there && !good) args.bad[0] = 1;
     }
 #pragma unroll
@@ -82,16 +84,15 @@ extern "C" __global__ void __launch_bounds__(256)
     max_unpool(const __grid_constant__ UnpoolArgs args) {
   const i64 chunk = static_cast<i64>(blockIdx.y) * args.chunk;
   const i64 lead = chunk * args.size * args.inner;
-  const INDEX* const indices = static_cast<const INDEX*>(args.indices) + lead;
   const T* const x = static_cast<const T*>(args.x) + chunk * args.plane * args.inner;
   T* const y = static_cast<T*>(args.y) + lead;
   const i64 first = static_cast<i64>(blockIdx.x) * (256 * kAtOnce) + threadIdx.x;
   const i64 rest = (args.batch - chunk) * args.size * args.inner;
   const i64 end = min(static_cast<i64>(args.elements), rest);
-  INDEX found[kAtOnce];
+  Indices<1> found[kAtOnce];
 #pragma unroll
   for (int u = 0; u < kAtOnce; ++u) {
-    found[u] = first + u * 256 < end ? indices[first + u * 256] : static_cast<INDEX>(0);
+    if (first + u * 256 < end) found[u].load(args.indices, lead + first + u * 256, args.wide_indices);
   }
 #pragma unroll
   for (int u = 0; u < kAtOnce; ++u) {
@@ -99,11 +100,12 @@ extern "C" __global__ void __launch_bounds__(256)
     const int element = static_cast<int>(first) + u * 256;
     const int image = divide(element, args.by_size);
     const int channel = element - divide(element, args.by_inner) * args.inner;
-    const bool good = found[u] >= 0 && found[u] < args.plane;
+    const int index = found[u].at(0, args.wide_indices);
+    const bool good = index >= 0 && index < args.plane;
     if (!good) args.bad[0] = 1;  // all writers write the same value
     T value = {};
     if (good) {
-      value = x[(static_cast<i64>(image) * args.plane + found[u]) * args.inner + channel];
+      value = x[(static_cast<i64>(image) * args.plane + index) * args.inner + channel];
     }
     y[element] = value;
   }

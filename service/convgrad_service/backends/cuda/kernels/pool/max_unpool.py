@@ -6,11 +6,12 @@ from collections.abc import Iterable
 from math import prod
 from typing import Any
 
-from convgrad.dtypes import FLOATING, INDEX, DType
+from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.core.elements import MAX_BLOCKS, linear_grid
 from convgrad_service.backends.cuda.kernels.pool.window_form import (
     LARGEST,
+    MOVED,
     FromIndices,
     WindowForm,
     divider_of,
@@ -82,10 +83,9 @@ class MaxUnpool:
         return [
             *(instance for family in MOVES for instance in family.instances()),
             *(
-                _instance(kind, dtype, index, last)
+                _instance(kind, dtype, last)
                 for kind in ("scatter", "gather")
-                for dtype in FLOATING
-                for index in INDEX
+                for dtype in MOVED.values()
                 for last in ((False, True) if kind == "scatter" else (False,))
             ),
         ]
@@ -124,6 +124,7 @@ def _args(work: UnpoolWork) -> Any:
     args.batch, args.inner = work.batch, work.channels
     if not work.channels_last:
         args.batch, args.inner = work.batch * work.channels, 1
+    args.wide_indices = work.index_dtype is DType.INT64
     each = args.size * args.inner
     args.chunk = max(1, min(args.batch, (LARGEST - 2**16) // each))
     args.elements = args.chunk * each
@@ -134,16 +135,15 @@ def _args(work: UnpoolWork) -> Any:
 def _launch(
     work: UnpoolWork, args: Any, grid: tuple[int, int, int], block: int, bad: str
 ) -> Launch:
-    instance = _instance(work.kind, work.dtype, work.index_dtype, work.channels_last)
+    instance = _instance(work.kind, work.dtype, work.channels_last)
     packed = pack(args, x=work.x, y=work.y, indices=work.indices, bad=bad)
     return Launch(instance, grid, (block, 1, 1), packed)
 
 
-def _instance(kind: str, dtype: DType, index: DType, last: bool) -> Instance:
+def _instance(kind: str, dtype: DType, last: bool) -> Instance:
     return Instance.of(
         "pool/max_unpool.cu",
-        ELEMENT=dtype,
-        INDEX=index,
+        ELEMENT=MOVED[dtype.itemsize],
         INNER=last and kind == "scatter",
         SCATTER=kind == "scatter",
     )

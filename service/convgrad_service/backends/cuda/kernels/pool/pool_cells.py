@@ -11,7 +11,7 @@ from convgrad.dtypes import FLOATING, DType
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.core.elements import MAX_BLOCKS, linear_grid
 from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES
-from convgrad_service.backends.cuda.kernels.pool.window_form import widths
+from convgrad_service.backends.cuda.kernels.pool.window_form import SMALL, widths
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.families import Solver
@@ -25,10 +25,9 @@ BLOCK = 128
 # Kernels and strides known at compile time: for channels last or padded windows, and with ALONG.
 WINDOWS: tuple[tuple[Size3, Size3], ...] = (
     ((1, 2, 2), (1, 2, 2)),
-    ((1, 3, 3), (1, 3, 3)),
     ((2, 2, 2), (2, 2, 2)),
 )
-ALONG_WINDOWS = (WINDOWS[0], WINDOWS[2])
+ALONG_WINDOWS = WINDOWS
 ANY = ((0, 0, 0), (0, 0, 0))
 # Positions of a cell, which one thread writes.
 MOST_POSITIONS = 256
@@ -64,6 +63,8 @@ class _Shape:
     @classmethod
     def of(cls, work: PoolWork) -> _Shape:
         window = work.kernel, work.stride
+        if work.dtype not in SMALL:
+            window = ANY
         if work.x.channels_last:
             fitting = (w for w in _widths(work.dtype) if work.channels % w == 0)
             return cls(*(window if window in WINDOWS else ANY), False, next(fitting))
@@ -138,6 +139,7 @@ class PoolCells(Solver[PoolWork, _Shape]):
             _Shape(*window, along, width).instance(dtype)
             for window, along in shapes
             for dtype in FLOATING
+            if dtype in SMALL or window == ANY
             for width in _widths(dtype, along=along)
         ]
 

@@ -76,7 +76,7 @@ class Shape:
 SHAPES: Mapping[int, tuple[Shape, ...]] = {
     2: (
         Shape(2, 1, 1, rows=8, blocks=3),
-        Shape(3, 1, 1, rows=8, blocks=3),
+        Shape(3, 1, 1, rows=7, blocks=3),
         Shape(3, 2, 1, rows=6, blocks=4),
         Shape(3, 1, 3, rows=7, blocks=1),
         Shape(3, 2, 3, rows=8, blocks=1),

@@ -21,8 +21,6 @@ using Values = Vector<T, WIDTH>;
 constexpr int kThreads = 64;
 constexpr int kBefore = (KERNEL - 1) / STRIDE;      // windows before a row's last one
 constexpr int kWindows = kBefore + ROWS / STRIDE;  // in a column, that contain own rows
-constexpr int kAtOnce = WIDTH * sizeof(INDEX) >= 16 ? 16 / sizeof(INDEX) : WIDTH;
-using Indices = Vector<INDEX, kAtOnce>;
 // The position of rows and of columns that do not exist: no index is near it, nor near its sum with any
 // column or row that does.
 constexpr int kNowhere = -(1 << 30);
@@ -42,19 +40,15 @@ struct StripArgs {
   int tiles;   // along H
   int strips;  // along W
   int strip;   // windows
+  int wide_indices;  // of 64 bits, else of 32
   Divider by_plane;  // of y
 };
 
 // A column of windows as it is in memory, and which rows of it exist.
 struct Column {
-  Indices indices[kWindows][WIDTH / kAtOnce];
+  Indices<WIDTH> indices[kWindows];
   Values values[kWindows];
   bool there;
-
-  __device__ __forceinline__ int at(int w, int v) const {
-    const INDEX index = indices[w][v / kAtOnce].at[v % kAtOnce];
-    return sizeof(INDEX) > 4 && static_cast<i64>(index) >> 32 != 0 ? -1 : static_cast<int>(index);
-  }
 };
 
 }  // namespace
@@ -79,14 +73,14 @@ extern "C" __global__ void __launch_bounds__(kThreads) route_strips(const __grid
   const i64 x_row = static_cast<i64>(windows[1]) * args.inner, x_plane = x_row * windows[0];
   const i64 y_row = static_cast<i64>(size[1]) * args.inner;
   const T* x[kWindows];
-  const INDEX* indices[kWindows];
+  const int* indices[kWindows];
   bool there[kWindows];
 #pragma unroll
   for (int w = 0; w < kWindows; ++w) {
     const i64 from = (image * args.x_size[0] + start0) * x_plane + (top + w) * x_row + vector * WIDTH +
                      static_cast<i64>(q0 - kBefore) * args.inner;
     x[w] = static_cast<const T*>(args.x) + from;
-    indices[w] = static_cast<const INDEX*>(args.indices) + from;
+    indices[w] = static_cast<const int*>(args.indices) + (from << args.wide_indices);
     there[w] = top + w >= 0 && top + w < windows[0] && start0 < stop0;
   }
   T* y[ROWS];
@@ -118,12 +112,11 @@ extern "C" __global__ void __launch_bounds__(kThreads) route_strips(const __grid
 #pragma unroll
     for (int w = 0; w < kWindows; ++w) {
       if (to.there && there[w]) {
-#pragma unroll
-        for (int v = 0; v < WIDTH; v += kAtOnce) to.indices[w][v / kAtOnce] = Indices::load(indices[w] + v);
+        to.indices[w].load(indices[w], 0, args.wide_indices);
         to.values[w] = Values::load(x[w]);
       }
       x[w] += step;
-      indices[w] += step;
+      indices[w] += step << args.wide_indices;
     }
     if (!last) return;
     next_plane = 0;
@@ -155,7 +148,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) route_strips(const __grid
         int at[WIDTH];
 #pragma unroll
         for (int v = 0; v < WIDTH; ++v) {
-          at[v] = here.at(w, v);
+          at[v] = here.indices[w].at(v, args.wide_indices);
           const S value = widen(here.values[w].at[v]);
 #pragma unroll
           for (int r = 0; r < ROWS; ++r) {

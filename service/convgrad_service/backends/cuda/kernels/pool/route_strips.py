@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from convgrad.dtypes import FLOATING, INDEX, DType
+from convgrad.dtypes import FLOATING, DType
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.core.elements import MAX_BLOCKS, linear_grid
 from convgrad_service.backends.cuda.kernels.pool.window_form import (
@@ -96,22 +96,18 @@ class RouteStrips(FromIndices[Strips]):
         args.window, args.counted = range_of(form.windows[0]), range_of(form.counted[0])
         args.by_plane = divider_of(prod(form.y_size[1:]))
         args.pad[:] = [-axis.first for axis in form.counted[1:]]
+        args.wide_indices = work.index_dtype is DType.INT64
         args.inner, args.threads = form.inner, config.threads
         args.tiles, args.strips, args.strip = config.tiles, config.strips, config.strip
         return Launch(
-            _instance(work.dtype, work.index_dtype, config.width),
+            _instance(work.dtype, config.width),
             linear_grid(config.threads, BLOCK),
             (BLOCK, 1, 1),
             pack(args, x=work.x, y=work.y, indices=work.indices, bad=bad),
         )
 
     def instances(self) -> Iterable[Instance]:
-        return [
-            _instance(dtype, index, width)
-            for dtype in FLOATING
-            for index in INDEX
-            for width in WIDTHS[dtype.itemsize]
-        ]
+        return [_instance(dtype, width) for dtype in FLOATING for width in WIDTHS[dtype.itemsize]]
 
 
 def _slides(axis: WindowAxis) -> bool:
@@ -124,11 +120,10 @@ def _slides(axis: WindowAxis) -> bool:
     )
 
 
-def _instance(dtype: DType, index: DType, width: int) -> Instance:
+def _instance(dtype: DType, width: int) -> Instance:
     return Instance.of(
         "pool/route_strips.cu",
         ELEMENT=dtype,
-        INDEX=index,
         WIDTH=width,
         KERNEL=KERNEL,
         STRIDE=STRIDE,

@@ -25,7 +25,8 @@ struct BoxArgs {
   int y_pitch;   // elements of y between lines, in shared memory
   int whole;     // whether a block has whole planes
   int by_lines;  // whether each line is a segment
-  int indices_at, y_at, ranges_at, weights_at;  // bytes, in shared memory
+  int indices_at, y_at, places_at, ranges_at, weights_at;  // bytes, in shared memory
+  int staged;       // window_planes.cu: whether y, and indices of 32 bits, are copied to shared memory first
   int ranges;       // windows of a table: along axis 1, window_scatter.cu also along axis 2
   int phases[3];    // window_scatter.cu: the most windows that contain a position
   int in_phase[3];  // windows of a phase
@@ -116,11 +117,12 @@ struct Box {
            static_cast<i64>(base[1]) * windows.y_size[2] + base[2];
   }
 
-  // Stores element(cell) for each cell of the tile of one plane, or of whole planes. Cells are in shared
+  // Stores element(cell) to y or another tensor of its shape for each cell of the tile of one plane, or of
+  // whole planes. Cells are in shared
   // memory, lines y_pitch apart; the first one has the misalignment of y's element. Elements beside the
   // tile stay as they are.
   template <class T, class Cell, class Element>
-  __device__ __forceinline__ void store(const BoxArgs& args, const Cell* cells,
+  __device__ __forceinline__ void store(const BoxArgs& args, void* tensor, const Cell* cells,
                                         Element element) const {
     constexpr int kChunk = 16 / sizeof(T);
     constexpr int kCells = sizeof(Cell) < sizeof(T) ? kChunk : 16 / sizeof(Cell);
@@ -129,7 +131,7 @@ struct Box {
     const auto copy = [&](i64 to, int at, int length) {
       const int head = static_cast<int>(to % kChunk);
       const int chunks = (head + length + kChunk - 1) / kChunk;
-      T* const target = static_cast<T*>(args.windows.y) + (to - head);
+      T* const target = static_cast<T*>(tensor) + (to - head);
       at -= head;
       const int whole = (head + length) / kChunk;  // chunks up to the last whole one
       const int thread = static_cast<int>(threadIdx.x);

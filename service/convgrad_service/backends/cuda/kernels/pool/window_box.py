@@ -30,6 +30,11 @@ ENOUGH_BYTES = {"sums": 40 * 1024, "maxima": 40 * 1024, "routes": 56 * 1024}
 # Blocks that keep a multiprocessor busy, and threads' items that keep a block busy.
 ENOUGH_BLOCKS = {"sums": 8, "maxima": 8, "routes": 4}
 ENOUGH_ITEMS = 128
+# Of sums, if results are many.
+FEWER_BYTES = 24 * 1024
+# Results are many if there are so many for each position of x. Such maxima are staged in shared
+# memory.
+MANY_OUTPUTS = 0.5
 # The most windows of a table, for routes.
 MOST_COLUMNS = 512
 # Positions of a thread along axis 1.
@@ -65,12 +70,14 @@ class Tile:
     def _within(
         cls, most: int, work: WindowWork, form: WindowForm, device: CudaDevice
     ) -> Tile | None:
-        together = _together(work)
+        together = _together(work, form)
         whole = cls(form.y_size, form.x_size, together, whole=True, by_lines=False)
         each = whole.places(work, form).end
         if each <= most:
             blocks = ENOUGH_BLOCKS[work.kind] * device.multiprocessors
-            groups = min(ENOUGH_BYTES[work.kind] // each, ceil_div(form.batch, together * blocks))
+            fewer = work.kind == "sums" and _many(form)
+            enough = FEWER_BYTES if fewer else ENOUGH_BYTES[work.kind]
+            groups = min(enough // each, ceil_div(form.batch, together * blocks))
             return replace(whole, planes=together * max(1, groups))
         for by_lines, least_lines, least_columns in ((False, 1, None), (True, 8, 32)):
             lines, columns = form.y_size[1:]
@@ -94,9 +101,9 @@ class Tile:
             box[2] = form.x_size[2]
         return cls(size, tuple(box), planes, whole=False, by_lines=by_lines)
 
-    def run(self, work: WindowWork) -> int:
+    def run(self, work: WindowWork, form: WindowForm) -> int:
         """Return the positions of a thread along axis 1."""
-        columns = self.planes // _together(work) * self.size[0] * self.size[2]
+        columns = self.planes // _together(work, form) * self.size[0] * self.size[2]
         lines = self.size[1]
         fitting = (run for run in RUNS if columns * ceil_div(lines, run) >= ENOUGH_ITEMS)
         return ceil_div(lines, ceil_div(lines, next(fitting, 1)))
@@ -127,12 +134,19 @@ class Tile:
         outputs = self.planes * self.size[0] * self.size[1] * self.y_pitch(work, form)
         routes, wide = work.kind == "routes", max(4, work.dtype.itemsize)
         indices = room(elements, work.dtype.itemsize)
+        staged = self.staged(work, form)
         y = indices + (room(elements, work.index_dtype.itemsize) if routes else 0)
-        ranges = y + (room(outputs, wide) if routes else 0)
+        cell = wide if routes else work.dtype.itemsize if staged else 0
+        places = y + (room(outputs, cell) if cell else 0)
+        ranges = places + (room(outputs, 4) if staged else 0)
         weights = ranges + RANGE_BYTES * self.ranges(work, form)
         weight_bytes = wide if form.varying == "inputs" else 0
         end = weights + weight_bytes * sum(self.box)
-        return Places(indices, y, ranges, weights, end)
+        return Places(indices, y, places, ranges, weights, end)
+
+    def staged(self, work: WindowWork, form: WindowForm) -> bool:
+        """Return whether results are stored in shared memory first: many maxima with indices."""
+        return self.whole and work.kind == "maxima" and work.indices is not None and _many(form)
 
     def ranges(self, work: WindowWork, form: WindowForm) -> int:
         """Return the windows of a table: those along axis 1, for routes also along axis 2."""
@@ -147,12 +161,13 @@ class Tile:
         args = BoxArgs()
         args.windows = window_args(form, 1, form.y_size)
         args.tile[:], args.box[:], args.tiles[:] = self.size, self.box, self.tiles(form)
-        args.planes, args.run = self.planes, self.run(work)
+        args.planes, args.run = self.planes, self.run(work, form)
         args.whole, args.by_lines = self.whole, self.by_lines
         args.ranges = self.ranges(work, form)
         args.pitch[:], args.y_pitch = self.pitch(work, form), self.y_pitch(work, form)
         places = self.places(work, form)
-        args.indices_at, args.y_at, args.ranges_at, args.weights_at, _ = places
+        args.indices_at, args.y_at, args.places_at, args.ranges_at, args.weights_at, _ = places
+        args.staged = self.staged(work, form)
         axes = zip(form.windows, self.box, strict=True)
         args.phases[:] = [min(most_positions(axis), box) for axis, box in axes]
         args.in_phase[:] = [ceil_div(*pair) for pair in zip(self.box, args.phases, strict=True)]
@@ -191,16 +206,23 @@ class Places(NamedTuple):
 
     indices: int
     y: int
+    places: int
     ranges: int
     weights: int
     end: int
 
 
-def _together(work: WindowWork) -> int:
-    """Return the planes of a thread, see ``window_planes.cu``."""
+def _many(form: WindowForm) -> bool:
+    return prod(form.y_size) >= MANY_OUTPUTS * prod(form.x_size)
+
+
+def _together(work: WindowWork, form: WindowForm) -> int:
+    """Return a multiple of the planes of a thread, see ``window_planes.cu``."""
     if work.kind == "routes":
         return 1
-    return 2 if work.dtype.itemsize == 8 else 4
+    _, lines, taps = map(most_positions, form.windows)
+    three = max(lines, taps) == 3 and lines > 1 and work.carried is None
+    return 2 if work.dtype.itemsize == 8 or (work.kind == "maxima" and three) else 4
 
 
 def _pitch(length: int, like: int, chunk: int) -> int:

@@ -19,7 +19,16 @@ from convgrad_service.plans.cuda.program import Check, Clear, Fragment, Launch, 
 from convgrad_service.plans.cuda.works import WindowWork
 from convgrad_service.problems.windows import WindowAxis
 
-__all__ = ["FromIndices", "WindowForm", "divider_of", "most_positions", "widths", "window_args"]
+__all__ = [
+    "MOVED",
+    "SMALL",
+    "FromIndices",
+    "WindowForm",
+    "divider_of",
+    "most_positions",
+    "widths",
+    "window_args",
+]
 __all__ += ["range_of", "window_grid"]
 
 Axes = tuple[WindowAxis, ...]
@@ -29,6 +38,10 @@ BAD_INDEX = (
     "indices has an index that is out of its plane or outside its window; expected the indices of "
     "a max pooling of this geometry"
 )
+# Of elements that are moved and not computed with, by their size.
+MOVED = {dtype.itemsize: dtype for dtype in (DType.FLOAT16, DType.FLOAT32, DType.FLOAT64)}
+# Of elements for which kernels have instances of particular windows. Those of float64 are for any.
+SMALL = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
 ONE = WindowAxis.sliding(1, 1, 1, 1, 0)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from convgrad.dtypes import FLOATING, DType
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.pool.window_form import (
+    SMALL,
     WindowForm,
     most_positions,
     widths,
@@ -22,7 +23,7 @@ __all__ = ["WindowMaxima"]
 
 BLOCK = 128
 # Positions of a window along its last two axes that are loaded at once; the first that fits.
-SMALL = ((1, 4), (2, 2), (3, 3), (4, 4))
+LOADED = ((1, 4), (2, 2), (3, 3), (4, 4))
 ANY = (0, 0)
 
 
@@ -42,7 +43,7 @@ class WindowMaxima(Solver[WindowWork, WindowForm]):
         args = window_args(form, width, form.y_size)
         args.wide_indices = work.index_dtype is DType.INT64
         launch = Launch(
-            _instance(work.dtype, width, _small(form)),
+            _instance(work.dtype, width, _loaded(work.dtype, form)),
             window_grid(args, BLOCK),
             (BLOCK, 1, 1),
             pack(args, x=work.x, y=work.y, indices=work.indices, carried=work.carried),
@@ -51,23 +52,23 @@ class WindowMaxima(Solver[WindowWork, WindowForm]):
 
     def instances(self) -> Iterable[Instance]:
         return [
-            _instance(dtype, width, small)
+            _instance(dtype, width, loaded)
             for dtype in FLOATING
-            for small in (*SMALL, ANY)
+            for loaded in ((*LOADED, ANY) if dtype in SMALL else (ANY,))
             for width in widths(dtype)
         ]
 
 
-def _small(form: WindowForm) -> tuple[int, int]:
-    if form.dilated or not form.last:
+def _loaded(dtype: DType, form: WindowForm) -> tuple[int, int]:
+    if form.dilated or not form.last or dtype not in SMALL:
         return ANY
     rows, columns = map(most_positions, form.windows[1:])
-    fitting = (small for small in SMALL if rows <= small[0] and columns <= small[1])
+    fitting = (size for size in LOADED if rows <= size[0] and columns <= size[1])
     return next(fitting, ANY)
 
 
-def _instance(dtype: DType, width: int, small: tuple[int, int]) -> Instance:
-    rows, columns = small
+def _instance(dtype: DType, width: int, loaded: tuple[int, int]) -> Instance:
+    rows, columns = loaded
     return Instance.of(
         "pool/window_maxima.cu", ELEMENT=dtype, WIDTH=width, ROWS=rows, COLUMNS=columns
     )

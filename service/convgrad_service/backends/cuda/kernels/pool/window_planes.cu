@@ -13,7 +13,9 @@
 // ROLLING: one slice, and windows of LINES lines that slide by so many of them; else 0. A line is reduced
 // once, for all windows of a run that contain it.
 // SIMPLE: one slice, and windows that slide by whole positions.
-// Block: 256 threads. Dynamic shared memory: the box of x, the windows along axis 1 of the tile, with
+// With `staged`, which needs whole planes, results are stored in shared memory first, and from there in
+// 16-byte chunks.
+// Block: 256 threads. Dynamic shared memory: the box of x, staged results, the windows along axis 1 of the tile, with
 // WEIGHTED a weight per column, line and slice of the box. Deterministic: the order of
 // additions follows from the windows, however the tile is chosen. Relies on windows that contain a
 // position for maxima. Index limits: planes, and elements of a tile, below 2^31; offsets in 64 bits.
@@ -27,8 +29,7 @@ namespace {
 
 using T = ELEMENT;
 using S = ElementAccumulator<T>;
-// Maxima that are kept take many registers.
-constexpr int kBytes = sizeof(T), kTogether = kBytes == 8 || (MAXIMA && ROLLING) ? 2 : 4;
+constexpr int kBytes = sizeof(T), kTogether = kBytes == 8 || (MAXIMA && LINES == 3) ? 2 : 4;
 
 #if MAXIMA
 struct Part {
@@ -132,7 +133,7 @@ struct Column {
 
 // Large windows' maxima need more registers on other GPUs.
 #if __CUDA_ARCH__ == 900
-constexpr int kBlocks = sizeof(T) == 8 ? 3 : 4;
+constexpr int kBlocks = sizeof(T) == 8 ? 3 : MAXIMA && LINES == 3 ? 5 : 4;
 #else
 constexpr int kBlocks = sizeof(T) == 8 || (MAXIMA && !LINES) ? 3 : 4;
 #endif
@@ -170,6 +171,16 @@ extern "C" __global__ void __launch_bounds__(kBoxThreads, kBlocks)
   // Elements of y are numbered from the block's first plane on.
   const i64 outputs = static_cast<i64>(windows.y_size[0]) * windows.y_size[1] * windows.y_size[2];
   const i64 begin = box.plane * outputs;
+  T* y = static_cast<T*>(windows.y) + begin;
+  if (args.staged) y = reinterpret_cast<T*>(shared + args.y_at) + static_cast<int>(begin % (16 / kBytes));
+#if MAXIMA
+  const bool wide = windows.wide_indices && !args.staged;
+  void* places = static_cast<char*>(windows.indices) + begin * (wide ? 8 : 4);
+  if (args.staged) {
+    const int lead = static_cast<int>(begin % (windows.wide_indices ? 2 : 4));
+    places = reinterpret_cast<int*>(shared + args.places_at) + lead;
+  }
+#endif
   for (int item = static_cast<int>(threadIdx.x); item < items; item += kBoxThreads) {
     const int above = divide(item, args.by_tile[2]), at2 = item - above * args.tile[2];
     const int outer = divide(above, args.by_tile[1]), at1 = (above - outer * runs) * windows.run;
@@ -202,7 +213,6 @@ extern "C" __global__ void __launch_bounds__(kBoxThreads, kBlocks)
       column.x[p] = x + (own * args.pitch[0] + start2) * kBytes;
       target[p] = static_cast<u32>(own * outputs) + position;
     }
-    T* const y = static_cast<T*>(windows.y) + begin;
     const int end = min(at1 + windows.run, box.count[1]);
 #if MAXIMA
     const auto finish = [&](int, Parts& total) {
@@ -220,14 +230,12 @@ extern "C" __global__ void __launch_bounds__(kBoxThreads, kBlocks)
 #pragma unroll
         for (int p = 0; p < kTogether; ++p) y[target[p]] = total.of[p].most.element();
       }
-      if (windows.indices != nullptr && windows.wide_indices) {
-        i64* const places = static_cast<i64*>(windows.indices) + begin;
+      if (windows.indices != nullptr && wide) {
 #pragma unroll
-        for (int p = 0; p < kTogether; ++p) places[target[p]] = total.of[p].most.where;
+        for (int p = 0; p < kTogether; ++p) static_cast<i64*>(places)[target[p]] = total.of[p].most.where;
       } else if (windows.indices != nullptr) {
-        int* const places = static_cast<int*>(windows.indices) + begin;
 #pragma unroll
-        for (int p = 0; p < kTogether; ++p) places[target[p]] = total.of[p].most.where;
+        for (int p = 0; p < kTogether; ++p) static_cast<int*>(places)[target[p]] = total.of[p].most.where;
       }
 #pragma unroll
       for (int p = 0; p < kTogether; ++p) advance(target[p], windows.y_size[2]);
@@ -333,4 +341,16 @@ extern "C" __global__ void __launch_bounds__(kBoxThreads, kBlocks)
     }
 #endif
   }
+  if (!args.staged) return;
+  __syncthreads();
+  const auto same = [](auto cell) { return cell; };
+  if (windows.y != nullptr) box.store<T>(args, windows.y, y, same);
+#if MAXIMA
+  if (windows.indices == nullptr) return;
+  if (windows.wide_indices) {
+    box.store<i64>(args, windows.indices, static_cast<const int*>(places), same);
+  } else {
+    box.store<int>(args, windows.indices, static_cast<const int*>(places), same);
+  }
+#endif
 }

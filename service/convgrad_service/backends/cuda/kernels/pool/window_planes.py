@@ -11,6 +11,7 @@ from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.pool.window_box import BOX_BLOCK, Tile, tiled
 from convgrad_service.backends.cuda.kernels.pool.window_form import (
     LARGEST,
+    SMALL,
     WindowForm,
     most_positions,
 )
@@ -81,7 +82,12 @@ class WindowPlanes(Solver[WindowWork, Tiled]):
             for maxima, weighted in ((True, False), (False, False), (False, True))
         ]
         chosen = dict.fromkeys(variant.compiled() for variant in variants)
-        return [_instance(dtype, variant) for dtype in FLOATING for variant in chosen]
+        return [
+            _instance(dtype, variant)
+            for dtype in FLOATING
+            for variant in chosen
+            if dtype in SMALL or variant.shape == ANY
+        ]
 
 
 class _Variant(NamedTuple):
@@ -99,14 +105,19 @@ class _Variant(NamedTuple):
         rolls = self.shape == (ROLLING_LINES, ROLLING_LINES) and self.rolling in ROLLING_STEPS
         rolling = self.rolling if rolls else 0
         simple = self.simple and lines > 0 and (rolling > 0 or not self.weighted)
-        return self._replace(simple=simple, rolling=rolling)
+        shape = self.shape
+        if not simple and shape != ANY:
+            # Lines without an instance of their own.
+            shape = ANY if lines == 1 else shape
+        return self._replace(shape=shape, simple=simple, rolling=rolling)
 
 
 def _variant(work: WindowWork, form: WindowForm) -> _Variant:
     _, lines, taps = map(most_positions, form.windows)
     maxima = work.kind == "maxima"
     fitting = (shape for shape in SHAPES if lines <= shape[0] and taps <= shape[1])
-    shape = ANY if work.carried is not None else next(fitting, ANY)
+    any_size = work.carried is not None or work.dtype not in SMALL
+    shape = ANY if any_size else next(fitting, ANY)
     simple = form.is_simple(form.windows, form.counted)
     along = form.windows[1]
     rolling = along.step if simple and along.last - along.first == ROLLING_LINES else 0

@@ -1,4 +1,4 @@
-// Pooling over large windows, LANES threads per window: averages, or with MAXIMA the maxima and their
+// Pooling over large windows, several threads (lanes) per window: averages, or with MAXIMA the maxima and their
 // positions. Launched by window_reduce.py.
 //
 // Averages: y[o] = (sum of x[i] over the window of o) / divisor(o).
@@ -8,11 +8,11 @@
 // The lanes of a window take its positions round robin, 2^lanes_log of them along the last axis by
 // the rest along the axis before. Channels first (INNER 0): lanes are adjacent threads, because
 // positions are contiguous. Channels last (INNER 1): adjacent threads have WIDTH channels each, and
-// lanes are 256/LANES threads apart. Each lane has several accumulators and loads in flight.
+// lanes are as far apart as a block has windows. Each lane has several accumulators and loads in flight.
 // LINE: windows have positions along the last axis only.
 // With channels first, WIDTH above 1 is a vector of positions along the last axis, whose lanes are
 // added at the end; windows must start and end at multiples of it.
-// Block: 256 threads, 256/LANES windows (of WIDTH channels). Shared memory: one partial result per
+// Block: 256 threads, 256 / lanes windows (of WIDTH channels). Shared memory: one partial result per
 // thread if lanes span warps. Deterministic: the order of reduction depends on the window only.
 // Grid: y = chunks of the batch. Preconditions: aligned vectors.
 // Index limits: extents and a chunk's threads below 2^31; offsets in 64 bits.
@@ -25,7 +25,6 @@ namespace {
 using T = ELEMENT;
 using S = ElementAccumulator<T>;
 using Values = Vector<T, WIDTH>;
-constexpr int kItems = 256 / LANES;
 constexpr int kAtOnce = MAXIMA ? 4 : 8;
 constexpr int kParts = MAXIMA ? 4 : 2;
 // Elements with separate results: channels, or with vectors of positions their lanes.
@@ -94,9 +93,10 @@ struct Part {
 extern "C" __global__ void __launch_bounds__(256, MAXIMA ? 2 : WIDTH == 8 || sizeof(T) == 8 ? 3 : 4)
     window_reduce(const __grid_constant__ WindowArgs args) {
   const int thread = static_cast<int>(threadIdx.x);
-  const int lane = INNER ? thread / kItems : thread % LANES;
-  const int own = INNER ? thread % kItems : thread / LANES;
-  const int index = static_cast<int>(blockIdx.x) * kItems + own;
+  const int lanes_log = args.window_log, lanes = 1 << lanes_log, items_log = 8 - lanes_log;
+  const int lane = INNER ? thread >> items_log : thread & (lanes - 1);
+  const int own = INNER ? thread & ((1 << items_log) - 1) : thread >> lanes_log;
+  const int index = (static_cast<int>(blockIdx.x) << items_log) + own;
   constexpr int kStep = kAlong ? WIDTH : 1;  // positions in a vector
   const int vectors = kAlong ? 1 : args.inner / WIDTH;
   const WindowItem item = item_of(args, min(index, args.threads - 1), args.y_size, vectors);
@@ -116,8 +116,9 @@ extern "C" __global__ void __launch_bounds__(256, MAXIMA ? 2 : WIDTH == 8 || siz
 #pragma unroll
   for (int u = 0; u < kParts; ++u) parts[u].clear();
 #if LINE
-  const int first = start[2] + lane * kStep, step = LANES * kStep;
-  const int loads = max(0, (stop[2] - first + step - 1) / step);
+  constexpr int kStepLog = kStep == 8 ? 3 : kStep / 2;
+  const int first = start[2] + lane * kStep, step = lanes * kStep;
+  const int loads = max(0, stop[2] - first + step - 1) >> (lanes_log + kStepLog);
   const i64 pitch = static_cast<i64>(step) * args.inner;
   const T* from = x + static_cast<i64>(first) * args.inner;
   int next = first;
@@ -138,7 +139,7 @@ extern "C" __global__ void __launch_bounds__(256, MAXIMA ? 2 : WIDTH == 8 || siz
   for (; left >= kAtOnce; left -= kAtOnce) take(kAtOnce);
   if (left > 0) take(left);
 #else
-  const int lanes_x = 1 << args.lanes_log, lanes_y = LANES >> args.lanes_log;
+  const int lanes_x = 1 << args.lanes_log, lanes_y = lanes >> args.lanes_log;
   const int lane_y = lane >> args.lanes_log, lane_x = lane & (lanes_x - 1);
   for (int i0 = start[0]; i0 < stop[0]; ++i0) {
     int i1 = start[1] + lane_y, i2 = start[2] + lane_x * kStep;
@@ -171,8 +172,8 @@ extern "C" __global__ void __launch_bounds__(256, MAXIMA ? 2 : WIDTH == 8 || siz
   Part& whole = parts[0];
 
   if constexpr (!INNER) {
-#pragma unroll
-    for (int flip = min(LANES, 32) / 2; flip > 0; flip /= 2) {
+#pragma unroll 1
+    for (int flip = min(lanes, 32) / 2; flip > 0; flip /= 2) {
       Part other;
 #pragma unroll
       for (int v = 0; v < WIDTH; ++v) {
@@ -184,14 +185,14 @@ extern "C" __global__ void __launch_bounds__(256, MAXIMA ? 2 : WIDTH == 8 || siz
       whole.meet(other);
     }
   }
-  constexpr int kShared = INNER ? LANES : LANES / 32;
-  if constexpr (kShared > 1) {
+  const int met = INNER ? lanes : lanes / 32;  // that have not met in a warp
+  if (met > 1) {
     __shared__ Part shared[256];
     shared[thread] = whole;
     __syncthreads();
     if (lane == 0) {
-      for (int part = 1; part < kShared; ++part) {
-        whole.meet(shared[INNER ? part * kItems + own : own * LANES + part * 32]);
+      for (int part = 1; part < met; ++part) {
+        whole.meet(shared[INNER ? (part << items_log) + own : (own << lanes_log) + part * 32]);
       }
     }
   }

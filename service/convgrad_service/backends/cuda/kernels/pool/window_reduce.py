@@ -10,6 +10,7 @@ from convgrad.dtypes import FLOATING, DType
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES
 from convgrad_service.backends.cuda.kernels.pool.window_form import (
+    SMALL,
     WindowForm,
     most_positions,
     widths,
@@ -66,14 +67,14 @@ class WindowReduce(Solver[WindowWork, WindowForm]):
         maxima = work.kind == "maxima"
         along = 1 if maxima else _along(form, work.dtype)
         lanes, width = _lanes(form, along), form.width(work.dtype)
+        line = form.one_line and work.dtype in SMALL
         args = window_args(form, width, form.y_size)
         across = ceil_div(most_positions(form.windows[2]), along)
         args.lanes_log = min(lanes.bit_length() - 1, (across - 1).bit_length())
+        args.window_log = lanes.bit_length() - 1
         args.wide_indices = work.index_dtype is DType.INT64
         launch = Launch(
-            _instance(
-                work.dtype, max(width, along), form.last, lanes, form.one_line, maxima=maxima
-            ),
+            _instance(work.dtype, max(width, along), form.last, line, maxima=maxima),
             window_grid(args, BLOCK // lanes),
             (BLOCK, 1, 1),
             pack(args, x=work.x, y=work.y, indices=work.indices, carried=work.carried),
@@ -85,12 +86,12 @@ class WindowReduce(Solver[WindowWork, WindowForm]):
             wide = CHUNK_BYTES // dtype.itemsize
             along = [2**log for log in range(wide.bit_length())]
             for maxima, line in product((False, True), (False, True)):
-                for width, lanes in product((1,) if maxima else along, LANES):
-                    # Those of lines are at least half as large, see `_lanes`.
-                    if line or 8 * width * 2 * lanes > LEAST_OF_LINES:
-                        yield _instance(dtype, width, False, lanes, line, maxima=maxima)
-                for width, lanes in product(widths(dtype), LANES_LAST):
-                    yield _instance(dtype, width, True, lanes, line, maxima=maxima)
+                if line and dtype not in SMALL:
+                    continue
+                for width in (1,) if maxima else along:
+                    yield _instance(dtype, width, False, line, maxima=maxima)
+                for width in widths(dtype):
+                    yield _instance(dtype, width, True, line, maxima=maxima)
 
 
 def _lanes(form: WindowForm, width: int) -> int:
@@ -113,15 +114,12 @@ def _along(form: WindowForm, dtype: DType) -> int:
     return width
 
 
-def _instance(
-    dtype: DType, width: int, last: bool, lanes: int, line: bool, *, maxima: bool
-) -> Instance:
+def _instance(dtype: DType, width: int, last: bool, line: bool, *, maxima: bool) -> Instance:
     return Instance.of(
         "pool/window_reduce.cu",
         ELEMENT=dtype,
         WIDTH=width,
         INNER=last,
-        LANES=lanes,
         LINE=line,
         MAXIMA=maxima,
     )

@@ -25,25 +25,6 @@ using Values = Vector<T, WIDTH>;
 using Given = Vector<SOURCE, WIDTH>;  // of x
 constexpr int kThreads = 128;
 
-// Positions of a plane as 32-bit numbers; -1 for indices that are not in any plane.
-struct Found {
-  int at[WIDTH];
-
-  __device__ __forceinline__ explicit Found(const INDEX* from) {
-    constexpr int kVector = WIDTH * sizeof(INDEX) >= 16 ? 16 / sizeof(INDEX) : WIDTH;
-#pragma unroll
-    for (int v = 0; v < WIDTH; v += kVector) {
-      const auto some = Vector<INDEX, kVector>::load(from + v);
-#pragma unroll
-      for (int e = 0; e < kVector; ++e) {
-        const INDEX index = some.at[e];
-        const bool fits = static_cast<INDEX>(static_cast<int>(index)) == index;
-        at[v + e] = fits ? static_cast<int>(index) : -1;
-      }
-    }
-  }
-};
-
 // What SPAN adjacent positions receive.
 struct Route {
 #if MOVE
@@ -66,11 +47,11 @@ struct Route {
   }
   // A window with the positions [low, high) of those of this thread, which begin at `position`.
   template <class IsTap>
-  __device__ __forceinline__ void take(const Found& found, const Given& values, int position,
+  __device__ __forceinline__ void take(const int (&found)[WIDTH], const Given& values, int position,
                                        int low, int high, IsTap is_tap) {
 #pragma unroll
     for (int v = 0; v < WIDTH; ++v) {
-      const int at = static_cast<int>(static_cast<u32>(found.at[v]) - static_cast<u32>(position));
+      const int at = static_cast<int>(static_cast<u32>(found[v]) - static_cast<u32>(position));
       const bool inside = at >= low && at < high && is_tap(at);
       matches += inside;
 #pragma unroll
@@ -118,7 +99,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
     const int position = line * args.y_size[2] + column;
     const i64 lead = item.group * x_plane + item.vector * WIDTH;
     const SOURCE* const x = static_cast<const SOURCE*>(args.x) + lead;
-    const INDEX* const indices = static_cast<const INDEX*>(args.indices) + lead;
     for (int o0 = start[0]; o0 < stop[0]; ++o0) {
       for (int o1 = start[1]; o1 < stop[1]; ++o1) {
         const i64 line = (static_cast<i64>(o0) * args.x_size[1] + o1) * row;
@@ -135,7 +115,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
                    window_reach(args.counted[1], o1, item.at[1]) % args.dilation[1] == 0 &&
                    window_reach(args.counted[2], o2, column + at) % args.dilation[2] == 0;
           };
-          route.take(Found(indices + from), Given::load(x + from), position, low, high, is_tap);
+          const Given values = Given::load(x + from);
+          Indices<WIDTH> indices;
+          indices.load(args.indices, lead + from, args.wide_indices);
+          int found[WIDTH];
+#pragma unroll
+          for (int v = 0; v < WIDTH; ++v) found[v] = indices.at(v, args.wide_indices);
+          route.take(found, values, position, low, high, is_tap);
         }
       }
     }

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from math import gcd
 
-from convgrad.dtypes import FLOATING, INDEX, DType
+from convgrad.dtypes import FLOATING, DType
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES
 from convgrad_service.backends.cuda.kernels.pool.window_form import (
+    MOVED,
     FromIndices,
     WindowForm,
     widths,
@@ -43,11 +43,12 @@ class WindowRoutes(FromIndices[WindowForm]):
         form, width, dilated = config, _width(work, config), _finds_gaps(work, config)
         span = 1 if form.windows[2].is_identity or dilated else SPAN
         most = CHUNK_BYTES // work.dtype.itemsize
-        store = 1 if form.inner > 1 else gcd(form.y_size[2], span, most)
+        store = 1 if form.inner > 1 or form.y_size[2] % span else min(span, most)
         dtypes, vector = (work.x_dtype or work.dtype, work.dtype), (width, store, span)
         args = window_args(form, width, (*form.y_size[:2], ceil_div(form.y_size[2], span)))
+        args.wide_indices = work.index_dtype is DType.INT64
         return Launch(
-            _instance(dtypes, work.index_dtype, vector, self._moves, dilated),
+            _instance(dtypes, vector, self._moves, dilated),
             window_grid(args, BLOCK),
             (BLOCK, 1, 1),
             pack(args, x=work.x, y=work.y, indices=work.indices, bad=bad),
@@ -55,21 +56,19 @@ class WindowRoutes(FromIndices[WindowForm]):
 
     def instances(self) -> Iterable[Instance]:
         # Sums of one stage of a pooling are of wider types than its input.
-        dtypes = [(dtype, dtype, index) for dtype in FLOATING for index in INDEX]
+        dtypes = [(one, one) for one in (MOVED.values() if self._moves else FLOATING)]
         if not self._moves:
             halves = (DType.FLOAT16, DType.BFLOAT16)
             mixed = [(half, DType.FLOAT32) for half in halves]
-            dtypes += [(*pair, DType.INT32) for one in mixed for pair in (one, one[::-1])]
+            dtypes += [pair for one in mixed for pair in (one, one[::-1])]
         found = []
-        for source, dtype, index in dtypes:
+        for source, dtype in dtypes:
             most = CHUNK_BYTES // dtype.itemsize
             vectors = [(width, 1, span) for width in widths(source, dtype) for span in (1, SPAN)]
-            vectors += [(1, store, SPAN) for store in (2, 4) if store <= most]
-            found += [
-                _instance((source, dtype), index, vector, self._moves, False) for vector in vectors
-            ]
+            vectors.append((1, min(SPAN, most), SPAN))
+            found += [_instance((source, dtype), vector, self._moves, False) for vector in vectors]
             if source is dtype and not self._moves:
-                found.append(_instance((source, dtype), index, (1, 1, 1), self._moves, True))
+                found.append(_instance((source, dtype), (1, 1, 1), self._moves, True))
         return found
 
 
@@ -84,17 +83,17 @@ def _width(work: WindowWork, form: WindowForm) -> int:
 
 def _instance(
     dtypes: tuple[DType, DType],
-    index: DType,
     vector: tuple[int, int, int],
     moves: bool,
     dilated: bool,
 ) -> Instance:
     width, store, span = vector
+    if moves:
+        dtypes = (MOVED[dtypes[0].itemsize],) * 2
     return Instance.of(
         "pool/window_routes.cu",
         SOURCE=dtypes[0],
         ELEMENT=dtypes[1],
-        INDEX=index,
         WIDTH=width,
         STORE=store,
         SPAN=span,

@@ -166,5 +166,5 @@ extern "C" __global__ void __launch_bounds__(kBoxThreads, kBlocks)
     }
   }
   if (!good && windows.bad != nullptr) windows.bad[MOVE] = 1;  // all writers write the same value
-  box.store<T>(args, cells, [&](const Cell& cell) { return cell.element(x); });
+  box.store<T>(args, windows.y, cells, [&](const Cell& cell) { return cell.element(x); });
 }

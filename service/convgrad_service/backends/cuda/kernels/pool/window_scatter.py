@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from convgrad.dtypes import FLOATING, INDEX, DType
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.pool.window_box import BOX_BLOCK, Tile, tiled
-from convgrad_service.backends.cuda.kernels.pool.window_form import FromIndices, WindowForm
+from convgrad_service.backends.cuda.kernels.pool.window_form import MOVED, FromIndices, WindowForm
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import Instance, Launch
 from convgrad_service.plans.cuda.works import WindowWork
@@ -44,13 +44,14 @@ class WindowScatter(FromIndices[tuple[WindowForm, Tile]]):
     def instances(self) -> Iterable[Instance]:
         return [
             _instance(dtype, index, simple, self._moves)
-            for dtype in FLOATING
+            for dtype in (MOVED.values() if self._moves else FLOATING)
             for index in INDEX
             for simple in (True, False)
         ]
 
 
 def _instance(dtype: DType, index: DType, simple: bool, moves: bool) -> Instance:
+    element = MOVED[dtype.itemsize] if moves else dtype
     return Instance.of(
-        "pool/window_scatter.cu", ELEMENT=dtype, INDEX=index, SIMPLE=simple, MOVE=moves
+        "pool/window_scatter.cu", ELEMENT=element, INDEX=index, SIMPLE=simple, MOVE=moves
     )

@@ -31,8 +31,11 @@ using Values = Vector<T, WIDTH>;
 
 #if SLIDING
 constexpr int kAhead = 2;
+// Other GPUs' compilers need more registers for weights.
+constexpr bool kFewer = WIDTH == 8 || (WEIGHTED && __CUDA_ARCH__ != 900);
+constexpr int kBlocks = TAPS > 3 ? (WEIGHTED ? 3 : 4) : kFewer ? 5 : 6;
 
-extern "C" __global__ void __launch_bounds__(128, TAPS > 3 ? 4 : WIDTH == 8 ? 5 : 6)
+extern "C" __global__ void __launch_bounds__(128, kBlocks)
     window_sums(const __grid_constant__ WindowArgs args) {
   const int vectors = args.inner / WIDTH, lanes = 1 << args.lanes_log;
   const int blocks = (vectors + lanes - 1) >> args.lanes_log;

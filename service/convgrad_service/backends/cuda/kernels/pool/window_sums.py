@@ -11,6 +11,7 @@ from typing import Any
 from convgrad.dtypes import FLOATING, DType
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.pool.window_form import (
+    SMALL,
     WindowForm,
     divider_of,
     most_positions,
@@ -31,7 +32,9 @@ SHARED = 1.25
 # (LINES, TAPS) of windows that share lines, and of those that are loaded whole; the first that fits
 # is used.
 SLIDING = ((3, 3), (5, 5))
-WHOLE = ((1, 1), (2, 2), (1, 4), (4, 1), (3, 3))
+WHOLE = ((1, 1), (2, 2), (4, 1), (3, 3))
+# Those that have an instance for windows that slide by whole positions.
+SIMPLE = (3, 3)
 # Those with weights; others are rare.
 WHOLE_WEIGHTED = ((2, 2),)
 # RUN for windows of any size; channels first, they are shared.
@@ -65,11 +68,12 @@ class _Shape:
         lines, taps = most_positions(along), most_positions(across)
         weighted = form.varying == "inputs"
         whole = WHOLE_WEIGHTED if weighted else WHOLE
-        choices = (SLIDING if shared else whole) if form.last else ()
+        choices = (SLIDING if shared else whole) if form.last and dtype in SMALL else ()
         sizes = next((size for size in choices if lines <= size[0] and taps <= size[1]), (0, 0))
         sliding = shared and sizes != (0, 0)
-        simple = sliding and form.is_simple(form.windows, form.counted)
-        run = ANY_SHARED if not form.last or (shared and not sliding) else ANY
+        simple = sliding and sizes == SIMPLE and form.is_simple(form.windows, form.counted)
+        shares = shared and not sliding and not weighted
+        run = ANY_SHARED if not form.last or shares else ANY
         return cls(form.width(dtype), axis, sliding, simple, run, *sizes, weighted)
 
     def instance(self, dtype: DType) -> Instance:
@@ -109,15 +113,16 @@ class WindowSums(Solver[WindowWork, WindowForm]):
 
     def instances(self) -> Iterable[Instance]:
         first = (1, False, False, ANY_SHARED, 0, 0)
-        last = [
-            *((2, True, simple, ANY, *sizes) for simple in (False, True) for sizes in SLIDING),
-            *((2, False, False, run, 0, 0) for run in (ANY, ANY_SHARED)),
-        ]
         for dtype, weighted in product(FLOATING, (False, True)):
             yield _Shape(1, *first, weighted).instance(dtype)
-            whole = WHOLE_WEIGHTED if weighted else WHOLE
-            small = [(2, False, False, ANY, *sizes) for sizes in whole]
-            for form, width in product([*last, *small], widths(dtype)):
+            runs = (ANY,) if weighted else (ANY, ANY_SHARED)
+            forms = [(2, False, False, run, 0, 0) for run in runs]
+            if dtype in SMALL:
+                whole = WHOLE_WEIGHTED if weighted else WHOLE
+                forms += [(2, True, False, ANY, *sizes) for sizes in SLIDING]
+                forms += [(2, True, True, ANY, *SIMPLE)]
+                forms += [(2, False, False, ANY, *sizes) for sizes in whole]
+            for form, width in product(forms, widths(dtype)):
                 yield _Shape(width, *form, weighted).instance(dtype)
 
 

@@ -39,6 +39,7 @@ struct TilesArgs {
   int batch;
   int chunk;    // of the batch
   int threads;  // in a chunk
+  int wide_indices;  // of 64 bits, else of 32
   int part;     // KIND 0: positions of a tile along the last axis that a thread stores to
   Divider by_vectors, by_items[3];
   Divider by_tile;     // along the last axis
@@ -49,22 +50,22 @@ struct TilesArgs {
 // An element of a window: its value and its target.
 struct Given {
   T value;
-  INDEX index;
+  int index;
 
   // What a position of the window receives.
-  __device__ __forceinline__ T at(const TilesArgs& args, i64 position) const {
+  __device__ __forceinline__ T at(const TilesArgs& args, int position) const {
     if constexpr (MODE != 0) return index == position ? value : T{};
     const S by = static_cast<S>(args.divisor), reciprocal = static_cast<S>(args.reciprocal);
     return narrow<T>(divided<T>(widen(value), by, reciprocal));
   }
 };
 
-__device__ __forceinline__ void check(const TilesArgs& args, i64 index, const int (&window)[3]) {
+__device__ __forceinline__ void check(const TilesArgs& args, int index, const int (&window)[3]) {
   if (MODE == 0 || args.bad == nullptr) return;
   const i64 plane = static_cast<i64>(args.y_size[0]) * args.y_size[1] * args.y_size[2];
   const bool exists = index >= 0 && index < plane;
   bool good = exists;
-  int rest = exists ? static_cast<int>(index) : 0;
+  int rest = exists ? index : 0;
 #pragma unroll
   for (int axis = 2; axis >= 0; --axis) {
     const int outer = divide(rest, args.by_size[axis]);
@@ -75,35 +76,21 @@ __device__ __forceinline__ void check(const TilesArgs& args, i64 index, const in
   if (!good) args.bad[MODE == 2 && exists] = 1;  // all writers write the same value
 }
 
-__device__ __forceinline__ Given given(const TilesArgs& args, i64 at, bool there) {
-  Given found = {T{}, static_cast<INDEX>(-1)};
-  if (!there) return found;
-  found.value = static_cast<const T*>(args.x)[at];
-  if constexpr (MODE != 0) found.index = static_cast<const INDEX*>(args.indices)[at];
-  return found;
-}
-
-// Elements of adjacent windows.
+// Elements of adjacent windows as they are in memory, so that all are loaded before the first is used.
 template <int kCount>
-__device__ __forceinline__ void given_all(const TilesArgs& args, i64 at, bool there,
-                                          Given (&found)[kCount]) {
-#pragma unroll
-  for (int e = 0; e < kCount; ++e) found[e] = {T{}, static_cast<INDEX>(-1)};
-  if (!there) return;
-  const auto values = Vector<T, kCount>::load(static_cast<const T*>(args.x) + at);
-#pragma unroll
-  for (int e = 0; e < kCount; ++e) found[e].value = values.at[e];
-  if constexpr (MODE != 0) {
-    constexpr int kAtOnce = kCount * sizeof(INDEX) >= 16 ? 16 / sizeof(INDEX) : kCount;
-#pragma unroll
-    for (int e = 0; e < kCount; e += kAtOnce) {
-      const INDEX* const from = static_cast<const INDEX*>(args.indices) + at + e;
-      const auto some = Vector<INDEX, kAtOnce>::load(from);
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) found[e + i].index = some.at[i];
-    }
+struct Loaded {
+  Vector<T, kCount> values;
+  Indices<kCount> indices;
+
+  __device__ __forceinline__ void load(const TilesArgs& args, i64 at) {
+    values = Vector<T, kCount>::load(static_cast<const T*>(args.x) + at);
+    if constexpr (MODE != 0) indices.load(args.indices, at, args.wide_indices);
   }
-}
+  __device__ __forceinline__ Given given(const TilesArgs& args, int e, bool there) const {
+    if (!there) return {T{}, -1};
+    return {values.at[e], MODE != 0 ? indices.at(e, args.wide_indices) : -1};
+  }
+};
 
 }  // namespace
 
@@ -119,13 +106,17 @@ extern "C" __global__ void __launch_bounds__(128)
   int image = divide(static_cast<int>(element), args.by_tile);
   int position = static_cast<int>(element) - image * plane;
   Values values;
-  Given now = given(args, first + image, true);
+  Loaded<1> loaded;
+  loaded.load(args, first + image);
+  Given now = loaded.given(args, 0, true);
 #pragma unroll
   for (int e = 0; e < WIDTH; ++e) {
     if (position == plane) {
       position = 0;
       ++image;
-      now = given(args, first + image, first + image < args.batch);
+      const bool there = first + image < args.batch;
+      if (there) loaded.load(args, first + image);
+      now = loaded.given(args, 0, there);
     }
     if (position == 0 && element + e < end) check(args, now.index, {0, 0, 0});
     values.at[e] = now.at(args, position);
@@ -162,14 +153,16 @@ extern "C" __global__ void __launch_bounds__(128)
   constexpr int kWindows = WIDTH / EACH;
   const int own = column / EACH;
   Given found[TOGETHER][kWindows];
+  Loaded<kWindows> loaded[TOGETHER];
+  if (row_there) {
 #pragma unroll
-  for (int p = 0; p < TOGETHER; ++p) {
-    given_all(args, from + min(p, planes - 1) * sources + own, row_there, found[p]);
+    for (int p = 0; p < TOGETHER; ++p) loaded[p].load(args, from + min(p, planes - 1) * sources + own);
   }
 #pragma unroll
   for (int p = 0; p < TOGETHER; ++p) {
 #pragma unroll
     for (int w = 0; w < kWindows; ++w) {
+      found[p][w] = loaded[p].given(args, w, row_there);
       if (p < planes && row_there) {
         check(args, found[p][w].index, {item.at[0], item.at[1], own + w});
       }
@@ -193,25 +186,21 @@ extern "C" __global__ void __launch_bounds__(128)
     }
   }
   Given found[TOGETHER][WIDTH];
+  Loaded<1> loaded[TOGETHER][WIDTH];
 #pragma unroll
   for (int p = 0; p < TOGETHER; ++p) {
     const i64 plane = from + min(p, planes - 1) * sources;
 #pragma unroll
-    for (int e = 0; e < WIDTH; ++e) {
-      found[p][e].value = static_cast<const T*>(args.x)[plane + offset[e]];
-      if constexpr (MODE != 0) {
-        found[p][e].index = static_cast<const INDEX*>(args.indices)[plane + offset[e]];
-      }
-    }
+    for (int e = 0; e < WIDTH; ++e) loaded[p][e].load(args, plane + offset[e]);
   }
 #pragma unroll
   for (int p = 0; p < TOGETHER; ++p) {
 #pragma unroll
     for (int e = 0; e < WIDTH; ++e) {
+      found[p][e] = loaded[p][e].given(args, 0, there >> e & 1);
       if (p < planes && (starts >> e & 1)) {
         check(args, found[p][e].index, {item.at[0], item.at[1], offset[e]});
       }
-      if (!(there >> e & 1)) found[p][e] = {T{}, static_cast<INDEX>(-1)};
     }
   }
 #endif
@@ -223,7 +212,7 @@ extern "C" __global__ void __launch_bounds__(128)
     for (int i1 = 0; i1 < stop1; ++i1) {
       const int line = (item.at[0] * args.tile[0] + i0) * args.y_size[1] +
                        item.at[1] * args.tile[1] + i1;
-      const i64 position = static_cast<i64>(line) * args.y_size[2] + column;
+      const int position = line * args.y_size[2] + column;
 #pragma unroll
       for (int p = 0; p < TOGETHER; ++p) {
         if (p == planes) break;
@@ -252,9 +241,11 @@ extern "C" __global__ void __launch_bounds__(128)
                    (static_cast<i64>(item.at[0]) * args.x_size[1] + item.at[1]) * args.x_size[2] +
                    item.at[2];
   Given found[WIDTH];
-  given_all(args, from * args.inner + item.vector * WIDTH, there, found);
+  Loaded<WIDTH> loaded;
+  if (there) loaded.load(args, from * args.inner + item.vector * WIDTH);
 #pragma unroll
   for (int e = 0; e < WIDTH; ++e) {
+    found[e] = loaded.given(args, e, there);
     if (there && blockIdx.z == 0) check(args, found[e].index, item.at);
   }
   const int columns = min(min(args.part, args.tile[2] - static_cast<int>(blockIdx.z) * args.part),
@@ -267,13 +258,13 @@ extern "C" __global__ void __launch_bounds__(128)
     for (int i1 = 0; i1 < stop1; ++i1) {
       const int row = (item.at[0] * args.tile[0] + i0) * args.y_size[1] +
                       item.at[1] * args.tile[1] + i1;
-      i64 position = static_cast<i64>(row) * args.y_size[2] + column;
+      int position = row * args.y_size[2] + column;
 #pragma unroll 4
       for (int i2 = 0; i2 < columns; ++i2, ++position) {
         Values values;
 #pragma unroll
         for (int e = 0; e < WIDTH; ++e) values.at[e] = found[e].at(args, position);
-        values.store(y + position * args.inner);
+        values.store(y + static_cast<i64>(position) * args.inner);
       }
     }
   }

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from convgrad.dtypes import FLOATING, INDEX, DType
+from convgrad.dtypes import FLOATING, DType
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES
 from convgrad_service.backends.cuda.kernels.pool.window_form import (
     LARGEST,
+    MOVED,
+    SMALL,
     FromIndices,
     WindowForm,
     divider_of,
@@ -108,7 +110,7 @@ class WindowTiles(FromIndices[Tiles]):
     ) -> Launch:
         found, form = config, config.form
         kind, width = found.shape(work.dtype)
-        each = found.each(width) if kind == ROWS else 0
+        each = found.each(width) if kind == ROWS and work.dtype in SMALL else 0
         args = TilesArgs()
         args.tile[:], args.x_size[:], args.y_size[:] = found.tile, form.x_size, form.y_size
         items = [ceil_div(size, tile) for size, tile in zip(form.y_size, found.tile, strict=True)]
@@ -134,36 +136,36 @@ class WindowTiles(FromIndices[Tiles]):
         args.threads = args.chunk * threads
         if kind == PLANES:
             args.threads = ceil_div(args.threads, width)
+        args.wide_indices = work.index_dtype is DType.INT64
         args.divisor, args.reciprocal = form.divisor, 1.0 / form.divisor
         grid = ceil_div(args.threads, BLOCK), ceil_div(batch, args.chunk), parts
         indices = None if mode == SPREAD else work.indices
         return Launch(
-            _instance(work.dtype, work.index_dtype, (kind, width, each, together), mode),
+            _instance(work.dtype, (kind, width, each, together), mode),
             grid,
             (BLOCK, 1, 1),
             pack(args, x=work.x, y=work.y, indices=indices, bad=bad),
         )
 
     def instances(self) -> Iterable[Instance]:
-        modes = ((MOVE, INDEX),) if self._moves else ((SPREAD, (DType.INT64,)), (ROUTE, INDEX))
+        modes = (MOVE,) if self._moves else (SPREAD, ROUTE)
         found = []
-        for dtype in FLOATING:
+        for dtype in MOVED.values() if self._moves else FLOATING:
             wide = CHUNK_BYTES // dtype.itemsize
             powers = [2**log for log in range(wide.bit_length())]
-            for mode, indices in modes:
+            for mode in modes:
                 shapes = [(CHANNELS, width, 0, 1) for width in widths(dtype)]
                 if mode != ROUTE:
                     shapes.append((PLANES, wide, 0, 1))
-                sides = [(width, each) for width in powers for each in (0, *EACH) if width >= each]
+                known = (0, *EACH) if dtype in SMALL else (0,)
+                sides = [(width, each) for width in powers for each in known if width >= each]
                 rows = {
                     (*side, _together(dtype, mode, *side, lines))
                     for side in sides
                     for lines in (1, 2)
                 }
                 shapes += [(ROWS, *row) for row in sorted(rows)]
-                found += [
-                    _instance(dtype, index, shape, mode) for index in indices for shape in shapes
-                ]
+                found += [_instance(dtype, shape, mode) for shape in shapes]
         return found
 
 
@@ -176,12 +178,11 @@ def _together(dtype: DType, mode: int, width: int, each: int, lines: int) -> int
     return 1 if streams and lines > 1 else TOGETHER
 
 
-def _instance(dtype: DType, index: DType, shape: tuple[int, ...], mode: int) -> Instance:
+def _instance(dtype: DType, shape: tuple[int, ...], mode: int) -> Instance:
     kind, width, each, together = shape
     return Instance.of(
         "pool/window_tiles.cu",
-        ELEMENT=dtype,
-        INDEX=index,
+        ELEMENT=MOVED[dtype.itemsize] if mode == MOVE else dtype,
         KIND=kind,
         WIDTH=width,
         MODE=mode,

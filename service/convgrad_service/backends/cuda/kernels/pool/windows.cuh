@@ -61,9 +61,10 @@ struct WindowArgs {
   int chunk;    // items of the batch in a chunk
   int threads;  // in a chunk
   Divider by_vectors, by_items[3];  // of threads: along inner and y's axes
-  int wide_indices;  // maxima: of 64 bits, else of 32
+  int wide_indices;  // of 64 bits, else of 32
   int by_outputs;                   // whether y's sums are divided by `counted`, else by `divisor`
   int lanes_log;  // log2: of a window's lanes along its last axis, of a line's or a row's threads
+  int window_log;  // window_reduce: log2 of a window's lanes
   int run;        // positions of y of a thread along an axis
   int dilation[3];  // maxima and routes: distances of taps, which start at `first`
   int dilated;
@@ -103,6 +104,38 @@ __device__ __forceinline__ WindowItem item_of(const Args& args, int thread, cons
   item.group = static_cast<int>(blockIdx.y) * args.chunk + rest;
   return item;
 }
+
+// Indices of kCount adjacent windows as they are in memory: of 64 bits (`wide`), else of 32.
+template <int kCount>
+struct Indices {
+  int words[2 * kCount];
+
+  __device__ __forceinline__ void load(const void* indices, i64 at, bool wide) {
+    const int* const from = static_cast<const int*>(indices);
+    if (wide) {
+      load_words<2 * kCount>(from + 2 * at);
+    } else {
+      load_words<kCount>(from + at);
+    }
+  }
+  // A position in a plane; negative if it is in none.
+  __device__ __forceinline__ int at(int e, bool wide) const {
+    if (!wide) return words[e];
+    return words[2 * e + 1] == 0 ? words[2 * e] : -1;
+  }
+
+ private:
+  template <int kWords>
+  __device__ __forceinline__ void load_words(const int* from) {
+    constexpr int kVector = kWords < 4 ? kWords : 4;
+#pragma unroll
+    for (int w = 0; w < kWords; w += kVector) {
+      const auto some = Vector<int, kVector>::load(from + w);
+#pragma unroll
+      for (int e = 0; e < kVector; ++e) words[w + e] = some.at[e];
+    }
+  }
+};
 
 __device__ __forceinline__ float multiply_add(float a, float b, float c) { return fmaf(a, b, c); }
 __device__ __forceinline__ double multiply_add(double a, double b, double c) {
