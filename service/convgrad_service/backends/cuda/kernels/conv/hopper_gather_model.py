@@ -36,12 +36,8 @@ __all__ = ["choose_schedule", "correction_name", "expected_s", "lines"]
 MOST_COUNTED = 1 << 16
 # Slowdown of PINGPONG with images as the fastest coordinate (1.1 to 1.4 as measured).
 PINGPONG_BY_IMAGE = 1.13
-# That of taps that share pixels, if their channels are not whole cache lines (0.9 to 1.6).
-PARTIAL_LINES = 1.35
 # From the time of the busiest SM to that of a launch in a graph, fitted on an H200.
 START_S, SCALE = 5.9e-6, 1.09
-# Bytes of a row that a wgmma multiplies.
-MMA_BYTES = 32
 SINGLE = Rates(
     start=4.345,
     copied=141.6,
@@ -187,14 +183,16 @@ def _busy_s(work: ConvWork, axes: Sequence[Axis], device: CudaDevice, schedule: 
     taps = _tile_steps(work, axes, schedule)
     counts = np.repeat(taps * chunks, columns)
     across = work.direction == "bwd_data" and work.dtype.itemsize == 2
-    step_s = tile.step_s(across)
-    # Of the last chunk of channels, only wgmmas with channels run, and only those are loaded.
-    # Taps that share pixels are limited by copies, whose rows are whole in shared memory.
-    if tile.taps == 1:
-        used = ceil_div(read * work.dtype.itemsize, MMA_BYTES) * MMA_BYTES
-        step_s *= used / (chunks * ROW_BYTES)
-    elif read * work.dtype.itemsize % ROW_BYTES:
-        step_s *= PARTIAL_LINES
+    # Rows of a partial chunk of channels are whole in shared memory and take as long to copy, and
+    # longer if they do not start with a cache line.
+    apart_a, apart_b = (
+        slower if channels * work.dtype.itemsize % ROW_BYTES else 1.0
+        for channels, slower in (
+            (read, SINGLE.apart_a),
+            (written if across else read, SINGLE.apart_b),
+        )
+    )
+    step_s = tile.step_s(across, apart_a, apart_b)
     products = counts * step_s
     if tile.pingpong and schedule.images_first:
         products *= PINGPONG_BY_IMAGE

@@ -93,18 +93,21 @@ class HopperTile:
         """Pixels of a cluster's tile."""
         return self.m * self.sharing
 
-    def step_s(self, across: bool) -> float:
+    def step_s(self, across: bool, apart_a: float, apart_b: float) -> float:
         """Return the seconds of a k-tile, of all ``taps``, limited by wgmma or by loads from L2.
 
         The L2 rate per SM does not rise if other SMs are idle. N-major weights (``across``) are
-        loaded in whole boxes.
+        loaded in whole boxes. Loads of pixels take ``apart_a`` times as long, those of weights
+        ``apart_b`` times.
         """
         flops, l2_bytes_s = (
             (PINGPONG_FLOPS, PINGPONG_L2_BYTES_S) if self.pingpong else (FLOPS, L2_BYTES_S)
         )
         products = self.taps * self.m * self.n * ROW_BYTES / flops
         shared = SHARED if self.sharing > 1 else 1.0
-        loaded = self.stage_bytes if across else (self.m + self.taps * self.n) * ROW_BYTES
+        a_rows = self.m + (MOST_HALO if self.taps > 1 else 0)
+        b_rows = self.taps * (ceil_div(self.n, BOX_ROWS) * BOX_ROWS if across else self.n)
+        loaded = (a_rows * apart_a + b_rows * apart_b) * ROW_BYTES
         return max(products, loaded / l2_bytes_s) * MULTIPROCESSORS * shared
 
     def tile_s(self, itemsize: int) -> float:
