@@ -56,10 +56,6 @@ SUMMED = (
     (WEIGHT[0], Config(128, 80, 64, parts=3), False),
     (WEIGHT[0], Config(64, 144, 64, parts=2), True),
     (WEIGHT[1], Config(64, 24, 128, parts=4), False),
-    # Three warpgroups, whose twelve warps divide the parts by three.
-    (WEIGHT[0], Config(192, 192, 64, parts=3), False),
-    (WEIGHT[0], Config(192, 192, 64, parts=2), True),
-    (WEIGHT[0], Config(192, 192, 64), False),
 )
 
 # Blocks of a cluster share an operand: of the last cluster, some have a tile beyond the result.

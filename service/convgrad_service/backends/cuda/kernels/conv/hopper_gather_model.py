@@ -21,7 +21,7 @@ from convgrad_service.backends.cuda.kernels.conv.hopper_gather_plan import (
     row_tiles,
     taps_of_tiles,
 )
-from convgrad_service.backends.cuda.kernels.conv.hopper_gather_tiles import ROW_BYTES, HopperTile
+from convgrad_service.backends.cuda.kernels.conv.hopper_gather_tiles import ROW_BYTES
 from convgrad_service.backends.cuda.kernels.conv.single_model import Rates, SingleWave, single_s
 from convgrad_service.backends.cuda.kernels.core.gather_axes import Axis
 from convgrad_service.backends.cuda.kernels.layout.channels_last import in_whole_chunks
@@ -62,21 +62,13 @@ def choose_schedule(
 
     All schedules without split-K give bitwise equal results.
     """
-    every = [(expected_s(work, axes, device, one), one) for one in candidates(work, axes, device)]
-    best = fastest(
+    return fastest(
         correction_name(work),
-        (one for one in every if not _is_newer(one[1].tile)),
+        ((expected_s(work, axes, device, one), one) for one in candidates(work, axes, device)),
         lambda found: lines(work, axes, device, found),
         device,
         corrected=work.dtype.itemsize == 2,
     )
-    newer = [one for one in every if _is_newer(one[1].tile)]
-    return min([best, *newer], key=lambda one: one[0])
-
-
-def _is_newer(tile: HopperTile) -> bool:
-    """Return whether a tile was not among those that corrections were fitted to."""
-    return tile.pingpong and tile.taps > 1
 
 
 def correction_name(work: ConvWork) -> str:
