@@ -8,7 +8,8 @@ chosen configuration's time over the best measured one's, of all families, with 
 cuDNN's. ``--write`` then fits to all layers and writes `backends/cuda/tuning/hopper.json`; with
 ``--models``, only the corrections of these, and the layers that rows have. With ``--onto``, the
 shipped trees stay, and more of them are fitted to what they leave, which suits a short sweep:
-``tests/perf/results/dense_sweep.jsonl`` is the last.
+``tests/perf/results/dense_sweep.jsonl`` holds the last two. Where a row says that the peer was not
+searched, its time is of cuDNN's own choice.
 
 A correction is an ensemble of oblivious trees (`backends/cuda/tuning/correction.py`), fitted by
 gradient boosting to the logarithm of measured over expected time.

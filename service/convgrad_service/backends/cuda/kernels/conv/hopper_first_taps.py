@@ -195,6 +195,10 @@ class HopperFirstTaps(Solver[ConvWork, Cut]):
         elements = work.kernel[1] * _window(work)[0]
         if work.dtype is DType.FLOAT32 and elements <= FEW and work.out_channels > MOST_OF_FEW:
             return f"windows of {elements} elements leave most of several products' tiles empty"
+        chunk = work.dtype.itemsize == 2 and work.in_channels == SIXTEEN_BITS.chunk
+        if chunk and work.taps == max(work.stride) == 1 and work.x.strides[2] == 1:
+            # 0.48 to 0.69 of the time on an H200, in five layers.
+            return "a plain product of a whole chunk of channels takes less time"
         kind = _kind(work)
         cut = _cut(work, device, kind)
         if cut is None:

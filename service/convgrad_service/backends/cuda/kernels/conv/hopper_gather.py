@@ -54,7 +54,7 @@ __all__ = ["HopperGather"]
 # With fewer channels on either side, most of a tile or k-tile would be padding. With 32 to 40 in
 # bfloat16, it took 0.5 to 1.07 of dense_gather's time in 18 layers on an H200. In TF32, only plain
 # results have a tile 32 channels wide.
-LEAST_CHANNELS, LEAST_CHANNELS_WIDE = 32, 48
+LEAST_CHANNELS, LEAST_CHANNELS_WIDE, LEAST_CHANNELS_COMPARED = 32, 48, 16
 # The fewest products per sum with an epilogue, and with channels that are not whole chunks.
 # dense_gather stores such results faster (measured on an H200).
 LEAST_TERMS_FINISHED, LEAST_TERMS_APART = 512, 1152
@@ -101,7 +101,8 @@ class HopperGather:
         if (reason := NEEDS.why_not(work, device)) is not None:
             return reason
         read, written = work.channels
-        if not self._everything and min(read, written) < _least_channels(work):
+        least_channels = _least_channels(work, compared=self._direct)
+        if not self._everything and min(read, written) < least_channels:
             return f"{read} to {written} channels would leave most of a tile"
         axes = [gather_axis(work, dim) for dim in range(3)]
         least = _least_terms(work, axes, written)
@@ -279,7 +280,10 @@ def _stores(tile: HopperTile, dtype: DType, maps: int) -> tuple[str, ...]:
     return ("rows", "planes", "finished") if finishes else ("rows", "planes")
 
 
-def _least_channels(work: ConvWork) -> int:
+def _least_channels(work: ConvWork, *, compared: bool) -> int:
+    """Return the fewest channels of either side; ``compared`` by expected times with others."""
+    if compared and work.dtype.itemsize == 2:
+        return LEAST_CHANNELS_COMPARED
     wide = work.dtype is DType.FLOAT32 and not is_plain(work)
     return LEAST_CHANNELS_WIDE if wide else LEAST_CHANNELS
 

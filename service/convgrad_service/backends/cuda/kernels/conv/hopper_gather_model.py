@@ -21,7 +21,7 @@ from convgrad_service.backends.cuda.kernels.conv.hopper_gather_plan import (
     row_tiles,
     taps_of_tiles,
 )
-from convgrad_service.backends.cuda.kernels.conv.hopper_gather_tiles import ROW_BYTES, HopperTile
+from convgrad_service.backends.cuda.kernels.conv.hopper_gather_tiles import ROW_BYTES
 from convgrad_service.backends.cuda.kernels.conv.single_model import Rates, SingleWave, single_s
 from convgrad_service.backends.cuda.kernels.core.gather_axes import Axis
 from convgrad_service.backends.cuda.kernels.layout.channels_last import in_whole_chunks
@@ -36,12 +36,8 @@ __all__ = ["choose_schedule", "correction_name", "expected_s", "lines"]
 MOST_COUNTED = 1 << 16
 # Slowdown of PINGPONG with images as the fastest coordinate (1.1 to 1.4 as measured).
 PINGPONG_BY_IMAGE = 1.13
-# That of taps that share pixels, if their channels are not whole cache lines (0.9 to 1.6).
-PARTIAL_LINES = 1.35
 # From the time of the busiest SM to that of a launch in a graph, fitted on an H200.
 START_S, SCALE = 5.9e-6, 1.09
-# Bytes of a row that a wgmma multiplies.
-MMA_BYTES = 32
 SINGLE = Rates(
     start=4.345,
     copied=141.6,
@@ -66,21 +62,13 @@ def choose_schedule(
 
     All schedules without split-K give bitwise equal results.
     """
-    every = [(expected_s(work, axes, device, one), one) for one in candidates(work, axes, device)]
-    best = fastest(
+    return fastest(
         correction_name(work),
-        (one for one in every if not _is_newer(one[1].tile)),
+        ((expected_s(work, axes, device, one), one) for one in candidates(work, axes, device)),
         lambda found: lines(work, axes, device, found),
         device,
         corrected=work.dtype.itemsize == 2,
     )
-    newer = [one for one in every if _is_newer(one[1].tile)]
-    return min([best, *newer], key=lambda one: one[0])
-
-
-def _is_newer(tile: HopperTile) -> bool:
-    """Return whether a tile was not among those that corrections were fitted to."""
-    return tile.pingpong and tile.taps > 1
 
 
 def correction_name(work: ConvWork) -> str:
@@ -187,14 +175,16 @@ def _busy_s(work: ConvWork, axes: Sequence[Axis], device: CudaDevice, schedule: 
     taps = _tile_steps(work, axes, schedule)
     counts = np.repeat(taps * chunks, columns)
     across = work.direction == "bwd_data" and work.dtype.itemsize == 2
-    step_s = tile.step_s(across)
-    # Of the last chunk of channels, only wgmmas with channels run, and only those are loaded.
-    # Taps that share pixels are limited by copies, whose rows are whole in shared memory.
-    if tile.taps == 1:
-        used = ceil_div(read * work.dtype.itemsize, MMA_BYTES) * MMA_BYTES
-        step_s *= used / (chunks * ROW_BYTES)
-    elif read * work.dtype.itemsize % ROW_BYTES:
-        step_s *= PARTIAL_LINES
+    # Rows of a partial chunk of channels are whole in shared memory and take as long to copy, and
+    # longer if they do not start with a cache line.
+    apart_a, apart_b = (
+        slower if channels * work.dtype.itemsize % ROW_BYTES else 1.0
+        for channels, slower in (
+            (read, SINGLE.apart_a),
+            (written if across else read, SINGLE.apart_b),
+        )
+    )
+    step_s = tile.step_s(across, apart_a, apart_b)
     products = counts * step_s
     if tile.pingpong and schedule.images_first:
         products *= PINGPONG_BY_IMAGE

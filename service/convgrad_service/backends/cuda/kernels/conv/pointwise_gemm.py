@@ -340,6 +340,7 @@ def _map(dtype: DType, product: Product, config: Config, matrix: Matrix, extent:
             (pitch, matrix.image * ITEM_BYTES),
             swizzle=row_bytes,
             box=(wide, config.depth, 1),
+            l2_bytes=fetched,
         )
     return TiledMap(
         dtype,

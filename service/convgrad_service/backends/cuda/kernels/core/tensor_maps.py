@@ -59,7 +59,8 @@ class TensorMap:
     offset_bytes
         Start of the tensor in its buffer.
     l2_bytes
-        L2 promotion size: 0 (none), 64, 128 or 256.
+        L2 promotion size: 0 (none), 64, 128 or 256. With 128 instead of 256, on an H200, gradients
+        of a weight take 0.97 of the time (42 layers, 0.79 to 1.01), others 0.995 (69 layers).
     round_to_tf32
         Round float32 elements to the nearest TF32, ties to even, while copying. (Observed on an
         H200: NaN stays NaN, values beyond TF32's largest become infinite.)
@@ -71,7 +72,7 @@ class TensorMap:
     swizzle: int = 0
     steps: tuple[int, ...] = ()
     offset_bytes: int = 0
-    l2_bytes: int = 256
+    l2_bytes: int = 128
     round_to_tf32: bool = False
 
     @property

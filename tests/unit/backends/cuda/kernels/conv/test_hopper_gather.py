@@ -308,3 +308,29 @@ def test_tiles_are_searched_for_taps_where_some_are_skipped() -> None:
         (work_of("bwd_data", batch=1, size=28, dilation=12, pad=12), False, True),
     ):
         assert skips_taps(work, axes_of(work), tile, images_first) is wanted
+
+
+def test_a_partial_chunk_of_channels_takes_no_less_time_than_a_whole_one() -> None:
+    schedule = Schedule(HopperTile(128, 128))
+    for direction in DIRECTIONS:
+        few, many = (
+            expected_s(work, axes_of(work), H200, schedule)
+            for read in (80, 128)
+            for channels in [(read, 128) if direction == "fwd" else (128, read)]
+            for work in [work_of(direction, batch=32, size=28, channels=channels)]
+        )
+        assert few >= many
+
+
+def test_from_16_channels_on_16_bit_types_are_compared_with_other_families() -> None:
+    direct, usual = HopperGather(direct=True), HopperGather()
+    for channels, dtype, compared in (
+        ((512, 16), DType.BFLOAT16, True),
+        ((16, 512), DType.BFLOAT16, True),
+        ((512, 8), DType.BFLOAT16, False),
+        ((512, 16), DType.FLOAT32, False),
+    ):
+        given = {"channels": channels, "dtype": dtype, "precision": "high"}
+        work = work_of("bwd_data", batch=8, size=14, **given)
+        assert usual.why_not(work, H200) is not None
+        assert (direct.why_not(work, H200) is None) is compared
