@@ -5,11 +5,11 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -78,9 +78,9 @@ class CudaBackend(Diagnostics):
 
     Requests run concurrently on ``lanes`` streams. A problem larger than the GPU's memory, or than
     ``memory_limit_bytes``, runs in pieces. ``cache`` is the folder of compiled kernels, and
-    ``compilers_ahead`` processes are started for the first ones to compile. For tests, ``poison``
-    fills outputs and workspace with NaNs first, and ``debug`` kernels turn endless waits into
-    faults.
+    ``compilers_ahead`` processes are started for the first ones to compile. ``plan`` is
+    called instead of `plan_for`. For tests, ``poison`` fills outputs and workspace with NaNs first,
+    and ``debug`` kernels turn endless waits into faults.
 
     Raises
     ------
@@ -101,6 +101,7 @@ class CudaBackend(Diagnostics):
         memory_limit_bytes: int | None = None,
         cache: Path | None = DEFAULT_CACHE,
         compilers_ahead: int = 0,
+        plan: Callable[[Problem], CudaPlan] | None = None,
         families: Families = FAMILIES,
         poison: bool = False,
         debug: bool = False,
@@ -116,6 +117,7 @@ class CudaBackend(Diagnostics):
         except CompileError as error:
             raise DeviceUnavailable(str(error)) from error
         self._families = families
+        self._plan = plan or partial(plan_for, device=self.device, families=families)
         self._prepared = lru_cache(maxsize=1024)(self._prepare)
         self._fault: str | None = None
         self._residents = Residents(self._uploaded, self._room_for)
@@ -256,7 +258,7 @@ class CudaBackend(Diagnostics):
         return self._prepared(problem)[1].size_bytes
 
     def _prepare(self, problem: Problem) -> tuple[CudaPlan, Arena]:
-        plan = plan_for(problem, self.device, self._families)
+        plan = self._plan(problem)
         return plan, arena_of(problem, plan)
 
     @contextmanager
@@ -307,10 +309,8 @@ class CudaBackend(Diagnostics):
             on_host = read_in_place(inputs, addresses, lane.stream)
             lane.upload(((arena.offsets[name], array) for name, array in on_host.items()), base)
             if self._poison:
-                size = arena.size_bytes - arena.input_bytes
-                self._cuda.runtime.memsetAsync(
-                    base + arena.input_bytes, 0xFF, size, lane.stream.ptr
-                )
+                start, size = base + arena.input_bytes, arena.size_bytes - arena.input_bytes
+                self._cuda.runtime.memsetAsync(start, 0xFF, size, lane.stream.ptr)
             outputs = places_of(problem, places)
             to_move = write_in_place(outputs, addresses)
             begin, end = self._cuda.Event(), self._cuda.Event()

@@ -25,7 +25,7 @@ from typing import IO, Any, NamedTuple
 from convgrad_service.backends.cuda import nvrtc
 from convgrad_service.backends.cuda.nvrtc import CompileError
 
-__all__ = ["CompileProcesses", "Request", "exclusive"]
+__all__ = ["CompileProcesses", "Request", "end_all", "exclusive", "pipes_of"]
 
 LONGEST_S = 600.0
 """Timeout of a compilation, which takes up to 15 s on an idle core."""
@@ -55,7 +55,7 @@ class CompileProcesses:
         self._running: set[subprocess.Popen[bytes]] = set()
         self._idle = [self._start() for _ in range(ahead)]
         self._lock = threading.Lock()
-        weakref.finalize(self, _end_all, self._idle)
+        weakref.finalize(self, end_all, self._idle)
 
     def compile(self, request: Request, longest_s: float = LONGEST_S) -> tuple[bytes, str]:
         """Compile; return the cubin and the compiler's log.
@@ -83,7 +83,7 @@ class CompileProcesses:
             self.closed.set()
             for process in self._running:
                 process.kill()
-            _end_all(self._idle)
+            end_all(self._idle)
 
     def _start(self) -> subprocess.Popen[bytes]:
         return subprocess.Popen(  # noqa: S603 - this interpreter, our own file
@@ -120,7 +120,7 @@ def _answer_of(
     process: subprocess.Popen[bytes], request: Request, longest_s: float
 ) -> tuple[dict[str, Any], bytes]:
     """Have a process compile; return its answer's head and the cubin. Raises CompileError."""
-    requests, answers = _pipes(process)
+    requests, answers = pipes_of(process)
     head = code = b""
     size = 0
     # A process that has ended does not read, and its answer is empty or cut off.
@@ -141,13 +141,15 @@ def _answer_of(
     return json.loads(head), code
 
 
-def _pipes(process: subprocess.Popen[bytes]) -> tuple[IO[bytes], IO[bytes]]:
+def pipes_of(process: subprocess.Popen[bytes]) -> tuple[IO[bytes], IO[bytes]]:
+    """Return a child's standard input and output."""
     assert process.stdin is not None  # noqa: S101
     assert process.stdout is not None  # noqa: S101
     return process.stdin, process.stdout
 
 
-def _end_all(processes: list[subprocess.Popen[bytes]]) -> None:
+def end_all(processes: list[subprocess.Popen[bytes]]) -> None:
+    """Kill processes that have pipes, and remove them from the list."""
     while processes:
         _end(processes.pop())
 
@@ -156,7 +158,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.kill()
     process.wait()
     # Closing a killed process's pipe fails where it has not read all of its input.
-    for pipe in _pipes(process):
+    for pipe in pipes_of(process):
         with contextlib.suppress(OSError):
             pipe.close()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from convgrad.errors import DeviceOutOfMemory
 from convgrad_service.backends.cuda.backend import CudaBackend
 from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.plans.cuda.device import H200
+from convgrad_service.plans.cuda.planner import plan_for
 from convgrad_service.problems import Problem, problem_from
 
 PARTS = 16
@@ -25,7 +27,8 @@ PARTS = 16
 def computed(monkeypatch: pytest.MonkeyPatch) -> Callable[[Problem, dict[str, Any]], list[int]]:
     """Runs a problem on a device with room for one image at a time; the images of each piece."""
     made = object.__new__(CudaBackend)
-    made._fault, made.device, made._families = None, H200, FAMILIES
+    made._fault, made.device = None, H200
+    made._plan = partial(plan_for, device=H200, families=FAMILIES)
     made._prepared = made._prepare  # type: ignore[assignment]
     made._kernels = SimpleNamespace(compile_ahead=lambda steps: None)  # type: ignore[assignment]
     monkeypatch.setattr(made, "_lane", lambda: contextlib.nullcontext(None))
