@@ -19,10 +19,14 @@ IMAGES = 8
 STRIDED = Conv(IMAGES, 48, 48, (75, 77), (3, 3), stride=2, padding=1, groups=48)
 PLAIN = Conv(IMAGES, 16, 16, (130, 131), (3, 3), padding=1, groups=16)
 
+GROUPED = Conv(IMAGES, 64, 64, (61, 63), (3, 3), stride=2, padding=1, groups=8)
+
 
 @pytest.mark.parametrize("level", [BEST, *LEVELS])
-@pytest.mark.parametrize(("make", "conv"), [(conv_bwd_data, STRIDED), (conv_fwd, PLAIN)])
-def test_large_depthwise_results(
+@pytest.mark.parametrize(
+    ("make", "conv"), [(conv_bwd_data, STRIDED), (conv_fwd, PLAIN), (conv_bwd_data, GROUPED)]
+)
+def test_large_results(
     seed: int, make: Callable[[str, Conv], Case], conv: Conv, level: str
 ) -> None:
     case, alone = make("images", conv), make("image", replace(conv, n=1))

@@ -62,22 +62,8 @@ struct Target {
   i64 columns;
   const Epilogue<T>* epilogue;  // null: sums are stored as they are
   const T* bias;                // of the task's first channel
-  bool streams;                 // past the caches; all vectors are aligned
+  bool streams;                 // past the caches, if vectors are aligned (streams.hpp)
 };
-
-// Whether a result is so large that to read its lines into the caches before they are written costs
-// more than it helps who reads the result.
-template <class T>
-bool is_streamed(const PlanarArgs& args) {
-  i64 elements = args.batch * args.groups;
-  bool aligned = reinterpret_cast<u64>(args.dst.data) % sizeof(Vec<T>) == 0 &&
-                 args.groups % kLanes<T> == 0 && args.dst.stride[0] % kLanes<T> == 0;
-  for (int d = 0; d < 3; ++d) {
-    elements *= args.dst_size[d];
-    aligned = aligned && args.dst.stride[3 + d] % kLanes<T> == 0;
-  }
-  return aligned && elements * static_cast<i64>(sizeof(T)) >= kStreamedBytes;
-}
 
 template <class T, int Q>
 __attribute__((noinline)) void finish_sums(const Epilogue<T>& epilogue, const T* bias,
@@ -119,7 +105,7 @@ void blocks_of_sums(const Met<T>& met, i64 blocks, const Vectors<T>& vectors, co
         for (int q = 0; q < Q; ++q) sum[q] = finished[q];
       }
       const bool whole = lanes == L && (inside || to.columns == Q);
-      if (whole && to.streams) {
+      if (whole && to.streams && streams_at(out, column)) {
 #pragma clang loop unroll(full)
         for (int q = 0; q < Q; ++q) stream_raw(out + q * column, sum[q]);
       } else if (whole) {
@@ -205,7 +191,7 @@ void correlate(const PlanarArgs& args, Control* control, void* scratch) {
   const bool direct = !adds && in_place<E>(args, args.src) && in_place<E>(args, args.dst);
   const bool finishes = direct && (epilogue.scales || epilogue.activation != kNone ||
                                    args.bias.data != nullptr);
-  const bool streams = direct && is_streamed<T>(args);
+  const bool streams = direct && streams_result<E>(args);
   i64 positions = 1;
   for (int d = 0; d < 3; ++d) {
     positions *= (args.tile[d] - 1) * args.src_step[d] + runs.high[d] - runs.low[d] + 1;

@@ -85,24 +85,6 @@ CONVGRAD_INLINE void store_raw(T* p, V v) {
   __builtin_memcpy(p, &v, sizeof(V));
 }
 
-// Stores an aligned vector without reading its cache line, past the caches. Before another thread may
-// read such stores, finish_streams().
-template <class T, class V>
-CONVGRAD_INLINE void stream_raw(T* p, V v) {
-  __builtin_nontemporal_store(v, reinterpret_cast<V*>(p));
-}
-CONVGRAD_INLINE void finish_streams() {
-#if defined(__x86_64__)
-  __builtin_ia32_sfence();
-#else
-  __atomic_thread_fence(__ATOMIC_RELEASE);
-#endif
-}
-// Results of at least so many bytes are worth it: of 7 MB and more, a depthwise gradient and a copy of
-// its result take 0.5 to 0.95 of the time, of 5 MB 1.1 (one thread of a processor with 1 MB of L2 and
-// 32 MB of L3).
-inline constexpr i64 kStreamedBytes = 6 << 20;
-
 // bfloat16 <-> float in integer operations, since AVX512-BF16 instructions flush subnormals.
 template <class U32>
 CONVGRAD_INLINE U32 bf16_bits_from_float_bits(U32 bits) {

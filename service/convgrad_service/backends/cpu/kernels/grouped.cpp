@@ -60,6 +60,7 @@ void correlate_tasks(const PlanarArgs& args, Control* control, void* scratch) {
 
   const i64 units = args.batch * tiles_of(args);
   const i64 tasks = ceil_div(args.groups, args.group_block) * units;
+  const bool streams = streams_result<E>(args);
   i64 packed_block = -1;
   for (i64 task; (task = take_task(control, 0, tasks)) >= 0;) {
     const i64 block = task / units;
@@ -79,6 +80,7 @@ void correlate_tasks(const PlanarArgs& args, Control* control, void* scratch) {
       box.slice_pitch = args.box[1] * args.box[2];
       box.channel_pitch = pitch;
       box.group_pitch = args.dst_channels * pitch;
+      box.streams = streams;
       for (int d = 0; d < 3; ++d) {
         box.size[d] = args.dst_size[d];
         box.step[d] = args.dst_step[d];
@@ -102,6 +104,7 @@ void correlate_tasks(const PlanarArgs& args, Control* control, void* scratch) {
                    pairs ? sums + sums_of_phase : nullptr);
     }
   }
+  if (streams) finish_streams();
 }
 
 }  // namespace

@@ -9,6 +9,7 @@
 
 #include "conv_args.hpp"
 #include "epilogue.hpp"
+#include "streams.hpp"
 #include "transpose.hpp"
 
 namespace convgrad {
@@ -29,6 +30,7 @@ struct Box {
   i64 channel_pitch;
   i64 group_pitch;
   double fill = 0;  // value outside the tensor
+  bool streams = false;  // whether whole vectors of channels are written past the caches (streams.hpp)
 };
 
 // Range [low, high) of v inside the tensor, in one dimension.
@@ -271,6 +273,7 @@ void write_box(const View& view, const View& accumulate, const View& bias,
             }
           }
         } else if (swap) {
+          const bool streams = box.streams && streams_at(target, column_stride);
           for (i64 column = 0; column < n; column += L) {
             const int columns = static_cast<int>(n - column < L ? n - column : L);
             Vec<T> square[L];
@@ -289,10 +292,12 @@ void write_box(const View& view, const View& accumulate, const View& bias,
               Vec<T> more = splat(T(0));
               if (adds) more = load_first<E>(add + (column + i) * add_stride, together);
               const Vec<T> result = epilogue(square[i], more, shift);
-              if (together == L) {
-                store<E>(to, result);
-              } else {
+              if (together < L) {
                 store_first<E>(to, result, together);
+              } else if (streams) {
+                stream_raw(to, E::round(result));
+              } else {
+                store<E>(to, result);
               }
             }
           }

@@ -4,6 +4,7 @@
 #include "planar_args.hpp"
 #include "planar_box.hpp"
 #include "planar_core.hpp"
+#include "streams.hpp"
 
 namespace convgrad {
 
@@ -50,6 +51,22 @@ CONVGRAD_INLINE TileOrigin tile_at(const PlanarArgs& args, i64 group_block, i64 
   }
   tile.batch = rest;
   return tile;
+}
+
+// Whether a result with contiguous channels is streamed: it is large, and each position's channels are
+// whole vectors.
+template <class E>
+bool streams_result(const PlanarArgs& args) {
+  using T = typename E::Acc;
+  const View& dst = args.dst;
+  i64 bytes = args.batch * args.groups * args.dst_channels * static_cast<i64>(sizeof(T));
+  bool aligned = sizeof(typename E::Storage) == sizeof(T) &&
+                 streams_at(static_cast<const T*>(dst.data), dst.stride[0]);
+  for (int d = 0; d < 3; ++d) {
+    bytes *= args.dst_size[d];
+    aligned = aligned && dst.stride[3 + d] % kLanes<T> == 0;
+  }
+  return aligned && bytes >= kStreamedBytes;
 }
 
 struct Planes {
