@@ -55,17 +55,17 @@ def _cuda(options: BackendOptions) -> ServingBackend:
     # Imported here: it takes half a second, which processes without a GPU need not spend.
     from convgrad_service.backends.cuda.backend import CudaBackend
     from convgrad_service.backends.cuda.compile import DEFAULT_CACHE
-    from convgrad_service.backends.cuda.device import describe
     from convgrad_service.backends.cuda.plan_process import PlanProcess
     from convgrad_service.backends.cuda.tuning.tuned import use_table
 
     use_table(options.tuning)
-    return CudaBackend(
+    backend = CudaBackend(
         device=options.device,
         cache=options.kernel_cache or DEFAULT_CACHE,
         compilers_ahead=COMPILERS_AHEAD,
-        plan=PlanProcess(describe(options.device), options.tuning).plan,
     )
+    backend.plan = PlanProcess(backend.device, options.tuning).plan
+    return backend
 
 
 def _auto(options: BackendOptions) -> ServingBackend:

@@ -13,6 +13,7 @@ from convgrad_service.backends.cpu import CpuBackend
 from convgrad_service.backends.cuda import backend
 from convgrad_service.backends.cuda.backend import CudaBackend
 from convgrad_service.backends.cuda.device import describe, device_count
+from convgrad_service.backends.cuda.plan_process import PlanProcess
 from convgrad_service.backends.selection import BackendOptions, backend_named
 from convgrad_service.plans.cuda.device import H200
 
@@ -62,3 +63,4 @@ def test_auto_takes_the_gpu_where_it_works(monkeypatch: pytest.MonkeyPatch, tmp_
     made_one = backend_named("auto", BackendOptions(kernel_cache=tmp_path))
     assert isinstance(made_one, Working)
     assert made == [tmp_path]
+    assert getattr(made_one.plan, "__func__", None) is PlanProcess.plan

@@ -78,9 +78,9 @@ class CudaBackend(Diagnostics):
 
     Requests run concurrently on ``lanes`` streams. A problem larger than the GPU's memory, or than
     ``memory_limit_bytes``, runs in pieces. ``cache`` is the folder of compiled kernels, and
-    ``compilers_ahead`` processes are started for the first ones to compile. ``plan`` is
-    called instead of `plan_for`. For tests, ``poison`` fills outputs and workspace with NaNs first,
-    and ``debug`` kernels turn endless waits into faults.
+    ``compilers_ahead`` processes are started for the first ones to compile. ``plan``, an
+    attribute, may be replaced by what plans elsewhere. For tests, ``poison`` fills outputs and
+    workspace with NaNs first, and ``debug`` kernels turn endless waits into faults.
 
     Raises
     ------
@@ -101,7 +101,6 @@ class CudaBackend(Diagnostics):
         memory_limit_bytes: int | None = None,
         cache: Path | None = DEFAULT_CACHE,
         compilers_ahead: int = 0,
-        plan: Callable[[Problem], CudaPlan] | None = None,
         families: Families = FAMILIES,
         poison: bool = False,
         debug: bool = False,
@@ -117,7 +116,8 @@ class CudaBackend(Diagnostics):
         except CompileError as error:
             raise DeviceUnavailable(str(error)) from error
         self._families = families
-        self._plan = plan or partial(plan_for, device=self.device, families=families)
+        self.plan: Callable[[Problem], CudaPlan]
+        self.plan = partial(plan_for, device=self.device, families=families)
         self._prepared = lru_cache(maxsize=1024)(self._prepare)
         self._fault: str | None = None
         self._residents = Residents(self._uploaded, self._room_for)
@@ -258,7 +258,7 @@ class CudaBackend(Diagnostics):
         return self._prepared(problem)[1].size_bytes
 
     def _prepare(self, problem: Problem) -> tuple[CudaPlan, Arena]:
-        plan = self._plan(problem)
+        plan = self.plan(problem)
         return plan, arena_of(problem, plan)
 
     @contextmanager

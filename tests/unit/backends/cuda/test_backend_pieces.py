@@ -28,7 +28,7 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> Callable[[Problem, dict[str, An
     """Runs a problem on a device with room for one image at a time; the images of each piece."""
     made = object.__new__(CudaBackend)
     made._fault, made.device = None, H200
-    made._plan = partial(plan_for, device=H200, families=FAMILIES)
+    made.plan = partial(plan_for, device=H200, families=FAMILIES)
     made._prepared = made._prepare  # type: ignore[assignment]
     made._kernels = SimpleNamespace(compile_ahead=lambda steps: None)  # type: ignore[assignment]
     monkeypatch.setattr(made, "_lane", lambda: contextlib.nullcontext(None))
