@@ -34,7 +34,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from convgrad_service.backends.cuda import kernels
 from convgrad_service.backends.cuda.backend import CudaBackend
 from convgrad_service.backends.cuda.device import describe, import_cupy
 from convgrad_service.backends.cuda.families import FAMILIES
@@ -44,7 +43,7 @@ from convgrad_service.backends.cuda.kernels.fallback.weight_direct import Weight
 from convgrad_service.backends.cuda.kernels.fallback.weight_tile import WeightTile
 from convgrad_service.backends.cuda.launch import Kernels
 from convgrad_service.backends.cuda.memory import Lane
-from convgrad_service.backends.cuda.sources import source_hash
+from convgrad_service.backends.cuda.sources import KERNELS, included, source_hash
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.families import Families
 from convgrad_service.plans.cuda.program import Instance, Launch, Step, ceil_div
@@ -103,7 +102,7 @@ SETS: Mapping[str, Families] = {
 # initcheck does not recognise these stores as writes: of 84,558 errors at 5a95834, all that were
 # printed are in problems whose kernels call it, and tests with poisoned outputs find every element
 # written.
-BULK_STORES = re.compile(r"\btma_store\b")
+BULK_STORES, BULK_STORES_IN = re.compile(r"\btma_store\b"), "ptx/tma.cuh"
 # Upper bound of kernels' static shared memory, in bytes.
 STATIC_BYTES = 16384
 # Most cases per process: few, since those of a process that runs out of time are not recorded.
@@ -138,17 +137,19 @@ def launched_by(cases: Numbered, device: CudaDevice) -> dict[int, set[Instance]]
 
 def stored_by_copies(launched: Mapping[int, Collection[Instance]]) -> set[int]:
     """Return the cases with results that are stored by bulk copies."""
-    folder = Path(kernels.__file__).parent
-    engine = {
-        path.relative_to(folder).as_posix()
-        for path in folder.rglob("*.cu")
-        if BULK_STORES.search(path.read_text(encoding="utf-8"))
-    }
+    sources = {instance.source for instances in launched.values() for instance in instances}
+    engine = {source for source in sources if _stores_by_copies(source)}
     return {
         number
         for number, instances in launched.items()
         if any(instance.source in engine for instance in instances)
     }
+
+
+def _stores_by_copies(source: str) -> bool:
+    """Whether a kernel, or a header that it includes, calls `tma_store`."""
+    called = [name for name in included(source) if name != BULK_STORES_IN]
+    return any(BULK_STORES.search((KERNELS / name).read_text("utf-8")) for name in called)
 
 
 def run_all(

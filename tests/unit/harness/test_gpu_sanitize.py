@@ -301,3 +301,9 @@ def test_a_case_depends_on_its_problem_and_its_kernels_sources(
     }
     assert changed == using
     assert 0 < len(using) < len(cases)
+
+
+def test_kernels_that_store_by_copies_are_known_by_their_headers_too() -> None:
+    names = ["conv/pointwise_gemm", "grouped/hopper_grouped", "depthwise/depthwise_direct"]
+    launched = {i: {Instance(f"{name}.cu", "entry")} for i, name in enumerate(names)}
+    assert gpu_sanitize.stored_by_copies(launched) == {0, 1}
