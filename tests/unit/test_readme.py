@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.perf import peer_times
 from tests.perf.readme_tables import README, TABLES, rendered
 
 ROOT = README.parent
@@ -21,6 +22,15 @@ def test_tables_are_what_the_stored_results_say(document: Path) -> None:
     text = document.read_text()
     assert rendered(document) == text, "run `make readme`"
     assert set(re.findall(r"<!-- table: (\w+) -->", text)) == set(TABLES[document])
+
+
+def test_what_is_left_to_pytorch_is_what_the_stored_results_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shipped = peer_times.TABLE.read_text(encoding="utf-8")
+    monkeypatch.setattr(peer_times, "TABLE", tmp_path / "peer_times.json")
+    peer_times.main()
+    assert peer_times.TABLE.read_text(encoding="utf-8") == shipped, "run `make readme`"
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from convgrad_service.backends.cuda.sources import source_hash
-from tests.perf import readme_tables, stale
+from tests.perf import peer_times, readme_tables, stale
 
 ROW = {
     "op": "conv_fwd",
@@ -60,6 +60,7 @@ def test_tables_of_gpu_kernels_are_left_as_they_are(
     tables = {name: lambda: "new figures" for name in ("gpu", "networks", "network_classes")}
     tables["settings"] = lambda: "new settings"
     monkeypatch.setattr(readme_tables, "TABLES", {document: tables})
+    monkeypatch.setattr(peer_times, "TABLE", tmp_path / "peer_times.json")
     text = "".join(f"<!-- table: {name} -->\n{{}}\n<!-- end -->\n" for name in tables)
     document.write_text(text.format("old", "old", "old", "old"))
     gone = {**ROW, "sources": {"gone.cu": "0"}}
