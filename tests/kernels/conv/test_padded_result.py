@@ -1,4 +1,4 @@
-"""Gradients whose channels are not whole chunks, computed with padding, emulated."""
+"""Results whose channels are not whole chunks, computed with padding, emulated."""
 
 from __future__ import annotations
 
@@ -18,28 +18,35 @@ from convgrad_service.plans.cuda.works import Copy, CopyAxis
 from tests.emulator.backend import EmulatedBackend, Launching, filled_by, launch_of, works_here
 from tests.emulator.memory import Buffers
 from tests.support.kernels.harness import answers, check, drawn
-from tests.support.numerics.cases import Case, conv_bwd_data, grouped_conv_bwd_weight
+from tests.support.numerics.cases import Case, conv_bwd_data, conv_fwd, grouped_conv_bwd_weight
 from tests.support.numerics.geometries import Conv
 from tests.support.numerics.nonfinite import check_rule
 
 pytestmark = pytest.mark.skipif(not works_here(), reason="the emulator is written for x86-64")
 
 LAYERS = {
-    "temporal": (Conv(2, 45, 16, (4, 5, 5), (3, 1, 1), 1, (1, 0, 0)), "NDHWC"),
-    "strided": (Conv(2, 21, 24, (9, 9), (3, 3), 2, 1), "NHWC"),
+    "temporal": (Conv(2, 45, 28, (4, 5, 5), (3, 1, 1), 1, (1, 0, 0)), "NDHWC"),
+    "strided": (Conv(2, 21, 12, (9, 9), (3, 3), 2, 1), "NHWC"),
     "both_odd": (Conv(1, 19, 13, (7, 6), (1, 1), 1, 0), "NHWC"),
 }
+
+
+def without_bias(name: str, conv: Conv) -> Case:
+    case = conv_fwd(name, conv)
+    return replace(case, shapes={key: case.shapes[key] for key in ("input", "weight")})
+
+
 CASES = [
     pytest.param(make(name, conv), layout, id=f"{name}-{make.__name__}")
     for name, (conv, layout) in LAYERS.items()
-    for make in (conv_bwd_data, grouped_conv_bwd_weight)
+    for make in (conv_bwd_data, grouped_conv_bwd_weight, without_bias)
 ]
 
 
 @pytest.fixture(scope="module")
 def emulated() -> EmulatedBackend:
     padded = PaddedResult((ImplicitGemm(),), COPIES, least_elements=1)
-    return EmulatedBackend(replace(FAMILIES, bwd_data=[padded], bwd_weight=[padded]))
+    return EmulatedBackend(replace(FAMILIES, fwd=[padded], bwd_data=[padded], bwd_weight=[padded]))
 
 
 @pytest.mark.parametrize(("case", "layout"), CASES)

@@ -1,4 +1,4 @@
-"""Gradients whose channels are not whole chunks of 16 bytes: computed with padding, then packed.
+"""Results whose channels are not whole chunks of 16 bytes: computed with padding, then packed.
 
 Kernels store results in vectors of 16 bytes, and load operands so. With other channel counts they
 store element by element, which takes several times as long as the sums. Here the result and the
@@ -16,6 +16,7 @@ from convgrad_service.backends.cuda.kernels.conv.lowering import Lowered, Loweri
 from convgrad_service.backends.cuda.kernels.layout.channels_last import (
     CHUNK_BYTES,
     overlapping,
+    prepare_out_channels,
     prepare_side,
     prepare_weight,
 )
@@ -26,17 +27,17 @@ from convgrad_service.plans.cuda.works import ConvWork, Copy, CopyAxis, contiguo
 
 __all__ = ["PaddedResult"]
 
-# With fewer channels, most of a tile would be padding in any case.
-LEAST_CHANNELS = 16
+# `Col2im` computes layers with fewer.
+LEAST_CHANNELS = 9
 # The fewest elements of a result for which the copies cost less than they save. On an H200
-# (bfloat16, 18 to 921 channels), 21 gradients of the input of this size or larger took 0.48 to 0.98
-# of the best other kernel's time, and 12 smaller ones 1.09 to 1.34 of it; 7 large gradients of a
-# weight took 0.76 to 1.07.
-LEAST_ELEMENTS = 700_000
+# (bfloat16, 9 to 330 channels), 71 random forward passes and input gradients of this size or larger
+# took 0.32 to 1.15 of the best other kernel's time (geometric mean 0.69), and 89 smaller ones 0.69
+# to 1.73 of it (1.24).
+LEAST_ELEMENTS = 500_000
 
 
 class PaddedResult(LoweringFamily):
-    """bwd_data and bwd_weight of ungrouped 16-bit convolutions."""
+    """Ungrouped 16-bit convolutions in any direction."""
 
     name, suffix, timed = "padded_result", "padded", False
 
@@ -51,19 +52,18 @@ class PaddedResult(LoweringFamily):
         self._copies, self._least = copies, least_elements
 
     def lowered(self, work: ConvWork, device: CudaDevice) -> Lowered | str:
-        if work.direction == "fwd":
-            return "a forward pass"
         if work.groups != 1:
             return f"{work.groups} groups"
         if not work.epilogue_free or work.result_dtype is not work.dtype:
             return "an epilogue"
         if work.dtype.itemsize != 2:
             return f"{work.dtype.value}: not measured"
-        if work.in_channels < LEAST_CHANNELS:
-            return f"{work.in_channels} channels would leave most of a tile"
-        if not work.in_channels * work.dtype.itemsize % CHUNK_BYTES:
+        channels = _channels(work)
+        if channels < LEAST_CHANNELS:
+            return f"{channels} channels are fewer than {LEAST_CHANNELS}"
+        if not channels * work.dtype.itemsize % CHUNK_BYTES:
             return "channels in whole chunks"
-        if prod(_rows(work)) * work.in_channels < self._least:
+        if prod(_rows(work)) * channels < self._least:
             return f"a result of fewer than {self._least} elements"
         if work.result.strides[2] != 1:
             return "the result's channels are not contiguous"
@@ -81,9 +81,9 @@ class PaddedResult(LoweringFamily):
 
 
 def _padded(given: ConvWork, device: CudaDevice) -> Lowered:
-    """Return the convolution with padded input channels and result."""
+    """Return the convolution with padded channels of the result."""
     chunk = CHUNK_BYTES // given.dtype.itemsize
-    channels = ceil_div(given.in_channels, chunk) * chunk
+    channels = ceil_div(_channels(given), chunk) * chunk
     extents = (*_rows(given), channels)
     outer, *spatial, _ = contiguous_strides(extents)
     weight = given.direction == "bwd_weight"
@@ -92,11 +92,16 @@ def _padded(given: ConvWork, device: CudaDevice) -> Lowered:
     result = replace(
         given.result, buffer=buffer, strides=(first, second, 1, spatial[0], spatial[1], spatial[2])
     )
-    conv = replace(given.conv, in_channels=channels)
+    forward = given.direction == "fwd"
+    conv = given.conv
+    conv = replace(conv, out_channels=channels) if forward else replace(conv, in_channels=channels)
     work = replace(given, conv=conv, follows=False, leads=False)
     if weight:
         read = prepare_side(given, "input", device)
         work = replace(work, w=result, x=read.operand)
+    elif forward:
+        read = prepare_out_channels(given, device)
+        work = replace(work, y=result, w=read.operand)
     else:
         read = prepare_weight(given, device)
         work = replace(work, x=result, w=read.operand)
@@ -110,15 +115,18 @@ def _copy_out(given: ConvWork, padded: ConvWork) -> Copy:
     outer = 1 if given.direction == "bwd_weight" else 0
     axes = (
         CopyAxis(extent, source.strides[axis], target.strides[axis])
-        for extent, axis in zip(
-            (*_rows(given), given.in_channels), (outer, 3, 4, 5, 2), strict=True
-        )
+        for extent, axis in zip((*_rows(given), _channels(given)), (outer, 3, 4, 5, 2), strict=True)
     )
     return Copy(source.buffer, target.buffer, source.dtype, tuple(axes))
+
+
+def _channels(work: ConvWork) -> int:
+    """Return the channels of the result, which are its last axis in memory."""
+    return work.out_channels if work.direction == "fwd" else work.in_channels
 
 
 def _rows(work: ConvWork) -> tuple[int, int, int, int]:
     """Return the extents of the result without its channels."""
     if work.direction == "bwd_weight":
         return work.out_channels, *work.kernel
-    return work.batch, *work.input
+    return work.batch, *(work.output if work.direction == "fwd" else work.input)

@@ -15,7 +15,13 @@ from convgrad_service.plans.cuda.works import ConvWork, Copy, CopyAxis, Operand,
 from convgrad_service.problems.sizes import Size3
 
 __all__ = ["CHUNK_BYTES", "Prepared", "in_whole_chunks", "overlapping", "padded_width"]
-__all__ += ["prepare_activation", "prepare_rows", "prepare_side", "prepare_weight"]
+__all__ += [
+    "prepare_activation",
+    "prepare_out_channels",
+    "prepare_rows",
+    "prepare_side",
+    "prepare_weight",
+]
 
 CHUNK_BYTES = 16
 
@@ -102,9 +108,19 @@ def prepare_weight(
     With ``whole_lines``, channels of more than a cache line are padded to whole lines.
     """
     order = (0, 2, 3, 4, 5, 1) if out_channels_last else (0, 1, 3, 4, 5, 2)
-    extents = work.groups, work.out_channels, work.in_channels, *work.kernel
     name = f"{work.prefix}weight_channels_last"
-    return _prepare(work.w, extents, order, name, device, whole_lines=whole_lines)
+    return _prepare(work.w, _weight_extents(work), order, name, device, whole_lines=whole_lines)
+
+
+def prepare_out_channels(work: ConvWork, device: CudaDevice) -> Prepared:
+    """Return (G, K/G, T, R, S, C/G), with a group's out channels zero-padded to whole chunks."""
+    name = f"{work.prefix}weight_out_channels"
+    order = 0, 1, 3, 4, 5, 2
+    return _prepare(work.w, _weight_extents(work), order, name, device, padded_axis=1)
+
+
+def _weight_extents(work: ConvWork) -> tuple[int, ...]:
+    return work.groups, work.out_channels, work.in_channels, *work.kernel
 
 
 def _prepare(
@@ -116,12 +132,14 @@ def _prepare(
     *,
     whole_lines: bool = False,
     follows: bool = False,
+    padded_axis: int | None = None,
 ) -> Prepared:
-    """Copy an operand to the ``order`` of axes in memory, padding the last axis."""
-    last, dtype = order[-1], operand.dtype
+    """Copy an operand to the ``order`` of axes in memory, padding one of them (the last one)."""
+    last, dtype = order[-1] if padded_axis is None else padded_axis, operand.dtype
     chunk, line = (unit // dtype.itemsize for unit in (CHUNK_BYTES, LINE_BYTES))
     whole_lines = whole_lines and extents[last] > line and extents[last] % line != 0
-    if in_whole_chunks(operand, extents, last) and not whole_lines:
+    whole = extents[last] % chunk == 0 if padded_axis else in_whole_chunks(operand, extents, last)
+    if whole and not whole_lines:
         return Prepared(operand)
     if whole_lines:
         chunk = line
@@ -139,7 +157,7 @@ def _prepare(
     if padded != channels:
         # A bound refers to two axes; the outer one here has extent 1.
         axes = [CopyAxis(1, 0, 0), *axes]
-        bounds = ((0, 6, channels),)
+        bounds = ((0, 1 + order.index(last), channels),)
     copy = Copy(operand.buffer, name, dtype, tuple(axes), bounds, bool(bounds), follows)
     target = replace(
         operand,
