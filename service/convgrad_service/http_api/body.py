@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +24,7 @@ from convgrad_service.engine.memory.arena import Lease, leased
 from convgrad_service.engine.options import MAX_TRANSFER_S
 from convgrad_service.engine.request import SMALL_BYTES
 from convgrad_service.engine.telemetry.record import RequestContext
-from convgrad_service.http_api.receive_into import ReceiveInto
+from convgrad_service.http_api.receive_into import ReceiveInto, Target, Targets
 from convgrad_service.server.settings import Settings
 
 # A smaller rest of a body arrives in one part anyway.
@@ -60,7 +60,7 @@ class Connection:
         is_parsed = cycle.more_body and self._receiving is None
         return content_length - int(protocol.parts_bytes) if is_parsed else 0
 
-    def receive_into(self, targets: Sequence[memoryview | int]) -> ReceiveInto:
+    def receive_into(self, targets: Targets) -> ReceiveInto:
         """Receive the rest of the current body, whose length is known, into ``targets``."""
         protocol, cycle = self._protocol, self._protocol.cycle
         receiving = self._receiving = ReceiveInto(targets, protocol, protocol.restart_parser)
@@ -73,8 +73,8 @@ class Connection:
         """Stop writing to the targets of `receive_into`: drop the rest of the body."""
         assert self._receiving is not None  # noqa: S101
         # Not to the parser, which has not seen what was received in place.
-        protocol, left_bytes = self._protocol, self._receiving.left_bytes
-        protocol.switch_protocol(ReceiveInto([left_bytes], protocol, protocol.restart_parser))
+        protocol, rest = self._protocol, Targets([self._receiving.left_bytes])
+        protocol.switch_protocol(ReceiveInto(rest, protocol, protocol.restart_parser))
 
     def whole_body(self) -> bytearray | None:
         """Return the body if it is complete and no part has been delivered yet; else None."""
@@ -203,39 +203,29 @@ class Body:
             self._ahead = self._ahead + part if self._ahead else part
         return self._ahead
 
-    async def into(self, targets: Sequence[memoryview | int], *, skip: int = 0) -> None:
+    async def into(self, targets: Sequence[Target], *, skip: int = 0) -> None:
         """Skip ``skip`` bytes that `at_least` returned, and receive the rest into ``targets``.
-
-        A number among the targets is a count of bytes to drop.
 
         Raises
         ------
         MalformedRequest
             The body's length differs from that of the targets.
         """
-        left = memoryview(self._ahead)[skip:]
-        self._ahead = b""
-        self._hold(self.received_bytes - len(left) + sum(map(_size_of, targets)))
-        for index, target in enumerate(targets):
-            size, at = _size_of(target), 0
-            while at < size:
-                if not left:
-                    rest = [_from(target, at), *targets[index + 1 :]]
-                    if await self._receive_directly(rest):
-                        return
-                    part = await self._part()
-                    if part is None:
-                        raise _wrong_length(targets, self.received_bytes - skip)
-                    left = memoryview(part)
-                taken = left[: size - at]
-                if not isinstance(target, int):
-                    target[at : at + len(taken)] = taken
-                at += len(taken)
-                left = left[len(taken) :]
+        places = Targets(targets)
+        left, self._ahead = memoryview(self._ahead)[skip:], b""
+        self._hold(self.received_bytes - len(left) + places.size_bytes)
+        left = places.take(left)
+        while places.left_bytes:
+            if await self._receive_directly(places):
+                return
+            part = await self._part()
+            if part is None:
+                raise _wrong_length(places.size_bytes, self.received_bytes - skip)
+            left = places.take(part)
         while not left and (part := await self._part()) is not None:
             left = memoryview(part)
         if left:
-            raise _wrong_length(targets, self.received_bytes - skip)
+            raise _wrong_length(places.size_bytes, self.received_bytes - skip)
 
     async def whole(self, engine: Engine) -> Text:
         """Receive all of it; the caller must release the result.
@@ -255,9 +245,7 @@ class Body:
             text.data[:size] = shown
             self._ahead = b""
             self._hold(promised)
-            if self.content_length is not None and await self._receive_directly(
-                [text.data[size:promised]]
-            ):
+            if await self._receive_directly(Targets([text.data[size:promised]])):
                 size = promised
             while (part := await self._part()) is not None:
                 if size + len(part) > len(text.data):
@@ -270,13 +258,12 @@ class Body:
         text.data = text.data[:size]
         return text
 
-    async def _receive_directly(self, targets: Sequence[memoryview | int]) -> bool:
+    async def _receive_directly(self, targets: Targets) -> bool:
         """Receive the rest straight into ``targets``; return False if that is not worthwhile."""
         connection, length = self._connection, self.content_length
         if connection is None or length is None or self.ended:
             return False
-        wanted = sum(map(_size_of, targets))
-        if wanted != length - self.received_bytes or wanted < _DIRECT_BYTES:
+        if not _DIRECT_BYTES <= targets.left_bytes == length - self.received_bytes:
             return False
         if connection.body_left_bytes(length) <= 0:
             return False  # already in the server's buffer
@@ -383,17 +370,8 @@ async def _moved(engine: Engine, text: Text, size: int, wanted: int) -> Text:
     return larger
 
 
-def _from(target: memoryview | int, at: int) -> memoryview | int:
-    return target - at if isinstance(target, int) else target[at:]
-
-
-def _wrong_length(targets: Iterable[memoryview | int], found: int) -> MalformedRequest:
-    described = sum(map(_size_of, targets))
+def _wrong_length(described: int, found: int) -> MalformedRequest:
     more = "" if found < described else " or more"
     return MalformedRequest(
         f"the header describes {described} bytes of data, but {found}{more} follow"
     )
-
-
-def _size_of(target: memoryview | int) -> int:
-    return target if isinstance(target, int) else len(target)

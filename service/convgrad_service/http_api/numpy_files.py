@@ -28,10 +28,10 @@ from convgrad.errors import MalformedRequest, NotAcceptable
 from convgrad.wire import npy, strict_json
 from convgrad.wire.sentences import shown
 from convgrad.wire.shapes import checked_dtype, dtype_of
-from convgrad_service.engine.execution import Execution, Result
-from convgrad_service.engine.request import Fields
-from convgrad_service.http_api.json_forms import DeferredTensor, TextReader
-from convgrad_service.http_api.transport import Arriving, Chunk, content_type_parameters
+from convgrad_service.engine.execution import Execution, Result, Source
+from convgrad_service.http_api.content_types import content_type_parameters
+from convgrad_service.http_api.long_base64 import DeferredTensor
+from convgrad_service.http_api.transport import Arriving, Chunk, Content
 from convgrad_service.problems import Problem
 
 MEDIA_TYPE = "multipart/form-data"
@@ -73,26 +73,26 @@ class FormField:
         return _text(name)
 
 
-class MultipartReader(TextReader):
-    """Reads a form."""
-
-    def fields(self, operation: Operation) -> tuple[Fields, Any]:
-        boundary = content_type_parameters(self._content_type).get("boundary", "")
-        found = split_form(self._text.data, boundary)
-        refuse_unknown(operation.request, found)
-        fields: dict[str, Any] = {}
-        for name, part in found.items():
-            data = self._text.data[part.begin : part.begin + part.size_bytes]
-            if not data:
-                continue  # browsers send unused fields empty
-            if name in operation.tensors:
-                content_type = _text(part.headers.get(b"content-type", b""))
-                file = _File(data, name)
-                fields[name] = npy.decode(file, name=name, dtype=npy_dtype(content_type, name))
-                self._fillers |= {name: file.fill} if file.used else {}
-            else:
-                fields[name] = _parameter(data, name)
-        return fields, None
+def decode_form(
+    body: memoryview, operation: Operation, _: int | None, content_type: str
+) -> tuple[dict[str, Any], Content]:
+    """Return a request's fields and where their data is; see `BodyForm`."""
+    found = split_form(body, content_type_parameters(content_type).get("boundary", ""))
+    refuse_unknown(operation.request, found)
+    fields: dict[str, Any] = {}
+    sources: dict[str, Source] = {}
+    for name, part in found.items():
+        data = body[part.begin : part.begin + part.size_bytes]
+        if not data:
+            continue  # browsers send unused fields empty
+        if name in operation.tensors:
+            dtype = npy_dtype(_text(part.headers.get(b"content-type", b"")), name)
+            file = _File(data, name)
+            fields[name] = npy.decode(file, name=name, dtype=dtype)
+            sources[name] = file.fill if file.used else fields[name]
+        else:
+            fields[name] = _parameter(data, name)
+    return fields, Content(sources)
 
 
 def npy_dtype(content_type: str, name: str) -> DType | None:

@@ -23,18 +23,15 @@ from convgrad_service.engine.pipeline import Pipeline
 from convgrad_service.engine.scheduling.quotas import Ticket, acquired
 from convgrad_service.engine.shm.stored import TensorStore
 from convgrad_service.http_api.body import Body, BodyLimits, connection_of
-from convgrad_service.http_api.codecs import JSON, SAFETENSORS
-from convgrad_service.http_api.json_forms import described_tensor, parse_json_body
-from convgrad_service.http_api.middleware import context_of
-from convgrad_service.http_api.numpy_files import NPY, npy_content_type, npy_dtype
-from convgrad_service.http_api.transport import (
-    Chunk,
+from convgrad_service.http_api.codecs import JSON, SAFETENSORS, described_tensor, parse_json_body
+from convgrad_service.http_api.content_types import (
     choose_accepted,
     match_content_type,
     refuse_encoded,
-    seconds_in,
-    send_chunks,
 )
+from convgrad_service.http_api.middleware import context_of
+from convgrad_service.http_api.numpy_files import NPY, npy_content_type, npy_dtype
+from convgrad_service.http_api.transport import Chunk, seconds_in, send_chunks
 from convgrad_service.problems.base import TensorSpec
 from convgrad_service.server.settings import Settings
 

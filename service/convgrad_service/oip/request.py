@@ -260,12 +260,14 @@ class InferRequest:
                 "in_parts: only ModelStreamInfer can answer in several responses"
             )
 
+    def output(self, name: str) -> InferOutput:
+        """Return how an output is requested, or else would be by default."""
+        by_default = InferOutput(name, self.binary_by_default)
+        return next((wanted for wanted in self.outputs if wanted.name == name), by_default)
+
     def wants_binary(self, output: str) -> bool:
         """Whether ``output`` is to be sent as raw bytes."""
-        for wanted in self.outputs:
-            if wanted.name == output:
-                return wanted.binary
-        return self.binary_by_default
+        return self.output(output).binary
 
     @property
     def store(self) -> Mapping[str, str]:
@@ -292,14 +294,7 @@ class InferRequest:
 
     def sends(self, output: str) -> bool:
         """Whether the answer contains the elements of ``output``."""
-        return output not in self.store and self.region_of(output) is None
-
-    def region_of(self, output: str) -> Region | None:
-        """Return the shared-memory region that ``output`` is to be written to, or None."""
-        for wanted in self.outputs:
-            if wanted.name == output:
-                return wanted.region
-        return None
+        return output not in self.store and self.output(output).region is None
 
 
 def _check_names(names: list[str], known: tuple[str, ...], what: str, operation: Operation) -> None:
