@@ -6,9 +6,8 @@ Content-Length allows refusing a body early. A client that then sends less runs 
 from __future__ import annotations
 
 import asyncio
-import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +23,7 @@ from convgrad_service.engine.memory.arena import Lease, leased
 from convgrad_service.engine.options import MAX_TRANSFER_S
 from convgrad_service.engine.request import SMALL_BYTES
 from convgrad_service.engine.telemetry.record import RequestContext
-from convgrad_service.http_api.receive_into import ReceiveInto, Target, Targets
+from convgrad_service.http_api.receive_into import ReceiveInto
 from convgrad_service.server.settings import Settings
 
 # A smaller rest of a body arrives in one part anyway.
@@ -60,7 +59,7 @@ class Connection:
         is_parsed = cycle.more_body and self._receiving is None
         return content_length - int(protocol.parts_bytes) if is_parsed else 0
 
-    def receive_into(self, targets: Targets) -> ReceiveInto:
+    def receive_into(self, targets: Sequence[memoryview | int]) -> ReceiveInto:
         """Receive the rest of the current body, whose length is known, into ``targets``."""
         protocol, cycle = self._protocol, self._protocol.cycle
         receiving = self._receiving = ReceiveInto(targets, protocol, protocol.restart_parser)
@@ -73,8 +72,8 @@ class Connection:
         """Stop writing to the targets of `receive_into`: drop the rest of the body."""
         assert self._receiving is not None  # noqa: S101
         # Not to the parser, which has not seen what was received in place.
-        protocol, rest = self._protocol, Targets([self._receiving.left_bytes])
-        protocol.switch_protocol(ReceiveInto(rest, protocol, protocol.restart_parser))
+        protocol, left_bytes = self._protocol, self._receiving.left_bytes
+        protocol.switch_protocol(ReceiveInto([left_bytes], protocol, protocol.restart_parser))
 
     def whole_body(self) -> bytearray | None:
         """Return the body if it is complete and no part has been delivered yet; else None."""
@@ -107,30 +106,6 @@ def connection_of(scope: Scope) -> Connection | None:
     return None if scope.get("scheme") == "https" else scope.get(CONNECTION)
 
 
-@dataclass(frozen=True, slots=True)
-class BodyLimits:
-    """Limits of a body's size, pauses and rate.
-
-    While ``others_wait`` for memory, a body that holds some must come within `MAX_TRANSFER_S`; its
-    rate is known after ``patience_s``.
-    """
-
-    max_bytes: int
-    idle_timeout_s: float
-    min_bytes_per_s: float
-    patience_s: float = math.inf
-    others_wait: Callable[[], bool] = bool
-
-    @classmethod
-    def of(cls, settings: Settings, max_bytes: int, engine: Engine | None = None) -> BodyLimits:
-        """Return the limits in the settings; ``engine`` is that whose memory the body will take."""
-        idle_s, per_s = settings.body_idle_timeout_s, settings.min_body_bytes_per_s
-        if engine is None:
-            return cls(max_bytes, idle_s, per_s)
-        patience_s = settings.max_memory_wait_s
-        return cls(max_bytes, idle_s, per_s, patience_s, lambda: engine.status.short_of_memory)
-
-
 @dataclass(slots=True)
 class Text:
     """A whole body; ``lease`` is its place in the arena, None for small bodies."""
@@ -146,7 +121,11 @@ class Text:
 
 
 class Body:
-    """One body, read by `at_least` and then `into`, or at once by `whole`.
+    """One body of at most ``max_bytes``, read by `at_least` and then `into`, or by `whole` at once.
+
+    Its pauses and its rate have the limits of ``settings``. While others wait for memory of
+    ``engine``, where it is held, it must come within `MAX_TRANSFER_S`; its rate is known after
+    ``max_memory_wait_s``.
 
     Every method raises PayloadTooLarge if the body or its Content-Length exceeds the limit,
     RequestTimeout if it pauses too long or arrives too slowly, and ClientGone if the connection
@@ -157,19 +136,23 @@ class Body:
         self,
         receive: Receive,
         content_length: int | None,
-        limits: BodyLimits,
+        settings: Settings,
+        max_bytes: int,
+        engine: Engine | None = None,
+        *,
         connection: Connection | None = None,
         context: RequestContext | None = None,
     ) -> None:
-        if content_length is not None and content_length > limits.max_bytes:
+        if content_length is not None and content_length > max_bytes:
             raise PayloadTooLarge(
                 f"Content-Length is {content_length:,}; this server accepts at most "
-                f"{limits.max_bytes:,} bytes of this media type"
+                f"{max_bytes:,} bytes of this media type"
             )
         self.content_length = content_length
         self.received_bytes = 0
         self.ended = False
-        self._receive, self._limits = receive, limits
+        self._receive, self._settings, self._max_bytes = receive, settings, max_bytes
+        self._engine = engine
         # For what is received past `receive`, which counts what it returns.
         self._connection, self._context = connection, context
         self._ahead = b""  # received but not consumed
@@ -178,22 +161,31 @@ class Body:
         self._holding: tuple[float, int, int] | None = None
 
     @classmethod
-    def of(cls, request: Request, limits: BodyLimits, context: RequestContext) -> Body:
+    def of(
+        cls,
+        request: Request,
+        context: RequestContext,
+        settings: Settings,
+        max_bytes: int,
+        engine: Engine | None = None,
+    ) -> Body:
         """Return the body of a request."""
         length = request.headers.get("content-length")
         return cls(
             request.receive,
             None if length is None else int(length),
-            limits,
-            connection_of(request.scope),
-            context,
+            settings,
+            max_bytes,
+            engine,
+            connection=connection_of(request.scope),
+            context=context,
         )
 
     def refuse_over_limit(self, size: int) -> None:
         """Raise PayloadTooLarge if ``size`` exceeds the limit."""
-        if size > self._limits.max_bytes:
+        if size > self._max_bytes:
             raise PayloadTooLarge(
-                f"the body is longer than {self._limits.max_bytes:,} bytes, the most this server "
+                f"the body is longer than {self._max_bytes:,} bytes, the most this server "
                 "takes of this media type"
             )
 
@@ -203,29 +195,39 @@ class Body:
             self._ahead = self._ahead + part if self._ahead else part
         return self._ahead
 
-    async def into(self, targets: Sequence[Target], *, skip: int = 0) -> None:
+    async def into(self, targets: Sequence[memoryview | int], *, skip: int = 0) -> None:
         """Skip ``skip`` bytes that `at_least` returned, and receive the rest into ``targets``.
+
+        A number among the targets is a count of bytes to drop.
 
         Raises
         ------
         MalformedRequest
             The body's length differs from that of the targets.
         """
-        places = Targets(targets)
-        left, self._ahead = memoryview(self._ahead)[skip:], b""
-        self._hold(self.received_bytes - len(left) + places.size_bytes)
-        left = places.take(left)
-        while places.left_bytes:
-            if await self._receive_directly(places):
-                return
-            part = await self._part()
-            if part is None:
-                raise _wrong_length(places.size_bytes, self.received_bytes - skip)
-            left = places.take(part)
+        left = memoryview(self._ahead)[skip:]
+        self._ahead = b""
+        self._hold(self.received_bytes - len(left) + sum(map(_size_of, targets)))
+        for index, target in enumerate(targets):
+            size, at = _size_of(target), 0
+            while at < size:
+                if not left:
+                    rest = [_from(target, at), *targets[index + 1 :]]
+                    if await self._receive_directly(rest):
+                        return
+                    part = await self._part()
+                    if part is None:
+                        raise _wrong_length(targets, self.received_bytes - skip)
+                    left = memoryview(part)
+                taken = left[: size - at]
+                if not isinstance(target, int):
+                    target[at : at + len(taken)] = taken
+                at += len(taken)
+                left = left[len(taken) :]
         while not left and (part := await self._part()) is not None:
             left = memoryview(part)
         if left:
-            raise _wrong_length(places.size_bytes, self.received_bytes - skip)
+            raise _wrong_length(targets, self.received_bytes - skip)
 
     async def whole(self, engine: Engine) -> Text:
         """Receive all of it; the caller must release the result.
@@ -245,11 +247,14 @@ class Body:
             text.data[:size] = shown
             self._ahead = b""
             self._hold(promised)
-            if await self._receive_directly(Targets([text.data[size:promised]])):
+            if await self._receive_directly([text.data[size:promised]]):
                 size = promised
             while (part := await self._part()) is not None:
                 if size + len(part) > len(text.data):
-                    text = await _moved(engine, text, size, max(size + len(part), 2 * size))
+                    larger = await _place(engine, max(size + len(part), 2 * size))
+                    larger.data[:size] = text.data[:size]
+                    text.release()
+                    text = larger
                 text.data[size : size + len(part)] = part
                 size += len(part)
         except BaseException:
@@ -258,12 +263,12 @@ class Body:
         text.data = text.data[:size]
         return text
 
-    async def _receive_directly(self, targets: Targets) -> bool:
+    async def _receive_directly(self, targets: Sequence[memoryview | int]) -> bool:
         """Receive the rest straight into ``targets``; return False if that is not worthwhile."""
         connection, length = self._connection, self.content_length
         if connection is None or length is None or self.ended:
             return False
-        if not _DIRECT_BYTES <= targets.left_bytes == length - self.received_bytes:
+        if not _DIRECT_BYTES <= sum(map(_size_of, targets)) == length - self.received_bytes:
             return False
         if connection.body_left_bytes(length) <= 0:
             return False  # already in the server's buffer
@@ -271,7 +276,7 @@ class Body:
         receiving = connection.receive_into(targets)
         try:
             while not receiving.filled.done():
-                idle_s = self._limits.idle_timeout_s - (time.monotonic() - receiving.last_s)
+                idle_s = self._settings.body_idle_timeout_s - (time.monotonic() - receiving.last_s)
                 if idle_s <= 0:
                     raise self._idle()
                 await asyncio.wait([receiving.filled], timeout=min(idle_s, 1.0))
@@ -291,7 +296,7 @@ class Body:
 
     def _idle(self) -> RequestTimeout:
         return RequestTimeout(
-            f"no more of the body arrived for {self._limits.idle_timeout_s:g} s, after "
+            f"no more of the body arrived for {self._settings.body_idle_timeout_s:g} s, after "
             f"{self.received_bytes:,} bytes"
         )
 
@@ -314,7 +319,7 @@ class Body:
         return part
 
     async def _message(self) -> Message:
-        left_s = self._limits.idle_timeout_s
+        left_s = self._settings.body_idle_timeout_s
         while True:
             wait_s = min(left_s, 1.0)
             try:
@@ -331,21 +336,23 @@ class Body:
         self._holding = time.monotonic(), self.received_bytes, end
 
     def _refuse_slow(self) -> None:
-        limits, now_s = self._limits, time.monotonic()
+        settings, now_s = self._settings, time.monotonic()
         took_s = now_s - self._started_s
         if self._holding is not None:
             since_s, before, end = self._holding
             held_s, came = now_s - since_s, self.received_bytes - before
             late = (end - self.received_bytes) * held_s > came * MAX_TRANSFER_S
-            if late and held_s > limits.patience_s and limits.others_wait():
+            waited_for = self._engine is not None and self._engine.status.short_of_memory
+            if late and held_s > settings.max_memory_wait_s and waited_for:
                 raise RequestTimeout(
                     f"{came:,} of {end - before:,} bytes of the body arrived in {held_s:.1f} s, "
                     "and other requests wait for the memory that it holds"
                 )
-        if (took_s - limits.idle_timeout_s) * limits.min_bytes_per_s > self.received_bytes:
+        per_s = settings.min_body_bytes_per_s
+        if (took_s - settings.body_idle_timeout_s) * per_s > self.received_bytes:
             raise RequestTimeout(
                 f"{self.received_bytes:,} bytes of the body arrived in {took_s:.1f} s; this "
-                f"server requires at least {limits.min_bytes_per_s:,.0f} bytes per second"
+                f"server requires at least {per_s:,.0f} bytes per second"
             )
 
 
@@ -353,8 +360,7 @@ async def small_body(
     request: Request, context: RequestContext, settings: Settings, max_bytes: int
 ) -> bytes:
     """Receive a whole body of at most ``max_bytes``. Raises as `Body`."""
-    body = Body.of(request, BodyLimits.of(settings, max_bytes), context)
-    return await body.at_least(max_bytes + 1)
+    return await Body.of(request, context, settings, max_bytes).at_least(max_bytes + 1)
 
 
 async def _place(engine: Engine, size: int) -> Text:
@@ -362,16 +368,17 @@ async def _place(engine: Engine, size: int) -> Text:
     return Text(engine.arena.view(lease.offset, size), lease)
 
 
-async def _moved(engine: Engine, text: Text, size: int, wanted: int) -> Text:
-    """Move a body of unknown length to a larger place."""
-    larger = await _place(engine, wanted)
-    larger.data[:size] = text.data[:size]
-    text.release()
-    return larger
+def _from(target: memoryview | int, at: int) -> memoryview | int:
+    return target - at if isinstance(target, int) else target[at:]
 
 
-def _wrong_length(described: int, found: int) -> MalformedRequest:
+def _wrong_length(targets: Iterable[memoryview | int], found: int) -> MalformedRequest:
+    described = sum(map(_size_of, targets))
     more = "" if found < described else " or more"
     return MalformedRequest(
         f"the header describes {described} bytes of data, but {found}{more} follow"
     )
+
+
+def _size_of(target: memoryview | int) -> int:
+    return target if isinstance(target, int) else len(target)

@@ -73,9 +73,9 @@ def choose_accepted(header: str | None, known: Sequence[str], preferred: str) ->
     return best
 
 
-def refuse_encoded(content_encoding: str | None) -> None:
+def refuse_encoded(content_encoding: str) -> None:
     """Raise UnsupportedMediaType if the body has a Content-Encoding."""
-    encoding = (content_encoding or "identity").strip().lower()
+    encoding = content_encoding.strip().lower()
     if encoding not in ("", "identity"):
         raise UnsupportedMediaType(
             f"the Content-Encoding is {encoding[:64]!r}; expected the body as it is (identity)"

@@ -33,7 +33,7 @@ from convgrad_service.engine.telemetry.record import (
 from convgrad_service.engine.telemetry.tracing import Traces
 from convgrad_service.http_api.body import connection_of
 from convgrad_service.http_api.problem_details import internal, problem_details
-from convgrad_service.http_api.receive_into import ReceiveInto, Targets
+from convgrad_service.http_api.receive_into import ReceiveInto
 from convgrad_service.security.keys import KEY_REFUSALS, KeyRing, require_path
 
 _KEY = "convgrad.context"
@@ -49,15 +49,6 @@ _OPEN_FOLDERS = ("/docs/assets/", "/ui/")
 _QUIET_PATHS = ("/v2/health/", "/metrics")  # polled by machines, so logged at debug level
 Endpoints = Mapping[str, ASGIApp]
 """The POST endpoint of each path."""
-
-
-def begin_context(scope: MutableMapping[str, Any]) -> RequestContext:
-    """Create the context of an exchange, and store it in ``scope`` for `context_of`."""
-    context = RequestContext.begin(
-        value.decode("latin-1") for name, value in scope["headers"] if name == b"x-request-id"
-    )
-    scope[_KEY] = context
-    return context
 
 
 def context_of(scope: MutableMapping[str, Any]) -> RequestContext:
@@ -95,7 +86,9 @@ class ExchangeMiddleware:
         if scope["method"] == "HEAD":
             # Answer as GET; the server, which has its own scope, omits the body.
             scope = {**scope, "method": "GET"}
-        context = begin_context(scope)
+        context = scope[_KEY] = RequestContext.begin(
+            value.decode("latin-1") for name, value in scope["headers"] if name == b"x-request-id"
+        )
         if self.traces is not None:
             context.trace = _trace(scope)
             self.traces.begin(context)
@@ -287,8 +280,8 @@ class _Exchange:
             and connection is not None
             and connection.body_left_bytes(declared_bytes) > 0
         ):
-            rest = Targets([declared_bytes - self._context.received_bytes])
-            self._dropping = connection.receive_into(rest)
+            left_bytes = declared_bytes - self._context.received_bytes
+            self._dropping = connection.receive_into([left_bytes])
         if self._dropping is not None:
             await asyncio.wait([self._dropping.filled], timeout=patience_s)
             self._context.received_bytes = declared_bytes - self._dropping.left_bytes

@@ -24,14 +24,7 @@ from convgrad_service.engine.execution import Execution, Result, Source
 from convgrad_service.engine.memory.arena import Lease
 from convgrad_service.engine.pipeline import Pipeline, Transport
 from convgrad_service.engine.request import SMALL_BYTES, ComputeRequest
-from convgrad_service.http_api.body import (
-    CONNECTION,
-    Body,
-    BodyLimits,
-    Connection,
-    Text,
-    connection_of,
-)
+from convgrad_service.http_api.body import CONNECTION, Body, Connection, Text, connection_of
 from convgrad_service.http_api.content_types import refuse_encoded
 from convgrad_service.http_api.middleware import context_of
 from convgrad_service.http_api.problem_details import Headers
@@ -112,7 +105,8 @@ class HttpTransport(Transport):
         """Bytes behind the head; None if not known yet."""
         length = headers.get(b"content-length")
         context.operation = operation.name
-        refuse_encoded(headers.get(b"content-encoding"))
+        if b"content-encoding" in headers:
+            refuse_encoded(headers[b"content-encoding"])
         if scope["query_string"] and not self.reads_query:
             _refuse_parameters(scope["query_string"], operation)
         allowed_s = seconds_in(headers.get(b"x-request-timeout"), "X-Request-Timeout")
@@ -134,9 +128,15 @@ class HttpTransport(Transport):
     async def receive(self, head_bytes: HeadBytes | None) -> Body:
         """Receive the body's head and nothing behind it; without ``head_bytes``, all of it."""
         settings, engine, length = self._settings, self.pipeline.engine, self.request.body_bytes
-        most = settings.max_json_bytes if head_bytes is None else settings.max_body_bytes
-        limits, connection = BodyLimits.of(settings, most, engine), connection_of(self._scope)
-        body = self.body = Body(self._receive, length, limits, connection, self._context)
+        body = self.body = Body(
+            self._receive,
+            length,
+            settings,
+            settings.max_json_bytes if head_bytes is None else settings.max_body_bytes,
+            engine,
+            connection=connection_of(self._scope),
+            context=self._context,
+        )
         if head_bytes is None:
             self.text = await body.whole(engine)
             return body
