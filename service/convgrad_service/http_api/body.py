@@ -16,8 +16,8 @@ from starlette.requests import Request
 from starlette.types import Message, Receive, Scope
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from convgrad.errors import MalformedRequest, PayloadTooLarge, RequestTimeout
-from convgrad_service.engine.admission import ClientGone
+from convgrad.errors import DeadlineExceeded, MalformedRequest, PayloadTooLarge, RequestTimeout
+from convgrad_service.engine.admission import CancelScope, ClientGone, Deadline
 from convgrad_service.engine.engine import Engine
 from convgrad_service.engine.memory.arena import Lease, leased
 from convgrad_service.engine.options import MAX_TRANSFER_S
@@ -74,13 +74,6 @@ class Connection:
         # Not to the parser, which has not seen what was received in place.
         protocol, left_bytes = self._protocol, self._receiving.left_bytes
         protocol.switch_protocol(ReceiveInto([left_bytes], protocol, protocol.restart_parser))
-
-    def whole_body(self) -> bytearray | None:
-        """Return the body if it is complete and no part has been delivered yet; else None."""
-        cycle = self.cycle
-        if cycle is None or self._protocol.cycle is not cycle or cycle.more_body:
-            return None
-        return None if cycle.disconnected or cycle.waiting_for_100_continue else cycle.body
 
     def watch(self, gone: Callable[[], None] | None) -> None:
         """Have ``gone`` called if the client closes the connection, until called with None."""
@@ -304,10 +297,7 @@ class Body:
         """Return the next bytes; None once the body has ended."""
         if self.ended:
             return None
-        if self._connection is not None and self._connection.whole_body() is not None:
-            message = await self._receive()  # complete, so this does not wait
-        else:
-            message = await self._message()
+        message = await self._message()
         if message["type"] == "http.disconnect":
             raise ClientGone
         part: bytes = message.get("body", b"")
@@ -323,9 +313,9 @@ class Body:
         while True:
             wait_s = min(left_s, 1.0)
             try:
-                async with asyncio.timeout(wait_s):
+                with CancelScope(Deadline.after(wait_s)):
                     return await self._receive()
-            except TimeoutError:
+            except DeadlineExceeded:
                 left_s -= wait_s
                 if left_s <= 0:
                     raise self._idle() from None
