@@ -52,7 +52,7 @@ from convgrad_service.oip.models import (
     repository_index,
     server_metadata,
 )
-from convgrad_service.oip.request import InferRequest, Region, Span, known_keys, size_of
+from convgrad_service.oip.request import InferRequest, Region, Span, checked, known_keys, size_of
 from convgrad_service.server.settings import Settings
 
 _HEADER_LENGTH = b"inference-header-content-length"
@@ -272,10 +272,7 @@ def _only_ready(body: bytes) -> bool:
     fields: dict[str, Any] = strict_json.loads_object(body, "the request") if body else {}
     if repository := fields.get("repository_name"):
         raise NotFound(f"there is no repository {shown(repository)}; the only one has no name")
-    ready = fields.get("ready", False)
-    if not isinstance(ready, bool):
-        raise MalformedRequest(f"ready: expected true or false, got {shown(ready)}")
-    return ready
+    return checked(fields.get("ready", False), bool, "ready: expected true or false")
 
 
 def _add_regions(
@@ -311,9 +308,7 @@ def _region(kind: Kind, name: str, fields: dict[str, Any]) -> RegionInfo:
         handle = _handle(fields.get("raw_handle"))
         return RegionInfo(name, "", 0, size_bytes, handle, device)
     known_keys(fields, ("key", "offset", "byte_size"), "the request")
-    key = fields.get("key")
-    if not isinstance(key, str):
-        raise MalformedRequest(f"key: expected a string, got {shown(key)}")
+    key = checked(fields.get("key"), str, "key: expected a string")
     return RegionInfo(name, key, size_of(fields.get("offset", 0), "offset"), size_bytes)
 
 

@@ -31,6 +31,7 @@ from convgrad_service.oip.request import (
     InferOutput,
     InferRequest,
     Span,
+    checked,
     dtype_named,
     input_region,
     known_keys,
@@ -203,9 +204,8 @@ def _numbers(data: Any, dtype: DType, shape: tuple[int, ...], name: str) -> NDAr
     if isinstance(data, _NumberList):
         data.check(shape, name=name)
         return partial(data.fill, dtype=dtype, name=name)
-    if not isinstance(data, list):
-        raise MalformedRequest(f"{name}: expected data to be a list, got {shown(data)}")
-    array = array_from_values(data, dtype, name=name)
+    numbers = checked(data, list, f"{name}: expected data to be a list")
+    array = array_from_values(numbers, dtype, name=name)
     if array.shape != shape and array.shape != (math.prod(shape),):
         raise MalformedRequest(
             f"{name}: data has the shape {shown(array.shape)}; expected {shown(shape)}, or all "
@@ -220,30 +220,24 @@ def _output(item: Mapping[str, Any], binary_by_default: bool) -> InferOutput:
     parameters = _object(item.get("parameters", {}), f"{name}: parameters")
     region = output_region(parameters, name)
     binary = parameters.get("binary_data", binary_by_default)
-    if not isinstance(binary, bool):
-        raise MalformedRequest(f"{name}: expected binary_data to be a bool, got {shown(binary)}")
+    checked(binary, bool, f"{name}: expected binary_data to be a bool")
     # Triton's client sends binary_data: false together with a region.
     if region is not None and parameters.get("binary_data"):
         raise MalformedRequest(f"{name}: expected binary_data or shared_memory_region, got both")
     return InferOutput(name, binary, region)
 
 
-def _objects(value: Any, what: str) -> list[Mapping[str, Any]]:
-    if not isinstance(value, list):
-        raise MalformedRequest(f"{what}: expected a list of objects, got {shown(value)}")
-    return [_object(item, f"an item of {what}") for item in value]
+def _objects(value: Any, what: str) -> list[dict[str, Any]]:
+    items = checked(value, list, f"{what}: expected a list of objects")
+    return [_object(item, f"an item of {what}") for item in items]
 
 
-def _object(value: Any, what: str) -> Mapping[str, Any]:
-    if not isinstance(value, dict):
-        raise MalformedRequest(f"{what}: expected an object, got {shown(value)}")
-    return value
+def _object(value: Any, what: str) -> dict[str, Any]:
+    return checked(value, dict, f"{what}: expected an object")
 
 
 def _string(value: Any, what: str) -> str:
-    if not isinstance(value, str):
-        raise MalformedRequest(f"{what}: expected a string, got {shown(value)}")
-    return value
+    return checked(value, str, f"{what}: expected a string")
 
 
 def refuse_in_json(request: InferRequest, problem: Problem) -> None:
