@@ -37,7 +37,6 @@ _POSITION_S = 0.2
 _KEEP_ALIVE_S = 10.0
 # Bytes per element of a sample: values, magnitudes, their operands, and what is compared.
 _REFERENCE_BYTES = 128
-_RUNNING: tuple[str, Any] = ("running", {})
 _JSON_HEADERS = [(b"content-type", b"application/json"), (b"vary", b"accept")]
 
 
@@ -219,8 +218,10 @@ class TimeTransport(_ExaminationTransport):
         while not running.done():
             position = await self.pipeline.engine.queue_position(job)
             if position != place:
-                waits = position is not None
-                await self._event(*(("queued", {"position": position}) if waits else _RUNNING))
+                if position is None:
+                    await self._event("running", {})
+                else:
+                    await self._event("queued", {"position": position})
                 place, silent_since_s = position, time.monotonic()
             elif time.monotonic() - silent_since_s > _KEEP_ALIVE_S:
                 await self._more(b": waiting\n\n")
@@ -234,7 +235,7 @@ class TimeTransport(_ExaminationTransport):
             await self._event("error", json.loads(body))
         else:
             if place is not None:  # started and finished since the last check
-                await self._event(*_RUNNING)
+                await self._event("running", {})
             await self._event("result", self._timed)
         await self._more(b"", more=False)
 
