@@ -8,7 +8,6 @@ written in blocks.
 
 from __future__ import annotations
 
-import json
 import re
 import secrets
 from bisect import bisect_right
@@ -17,14 +16,15 @@ from typing import Any
 
 from convgrad.errors import MalformedRequest
 from convgrad.wire import strict_json
+from convgrad.wire.strict_json import dumps
 
 MAX_TEXT_BYTES = 2 * 2**20
 """Limit of a text without its long values. The parser makes up to 60 bytes of objects from three
 of text: this bounds a hostile text to some 50 MB and 0.2 s. It is enough for a hundred thousand
 numbers, more than anybody writes by hand."""
 
-# How many numbers take the encoder a few milliseconds.
-_NUMBERS_AT_ONCE = 4096
+NUMBERS_AT_ONCE = 4096
+"""How many numbers take the encoder a few milliseconds."""
 # Windows in which a delimiter is searched. They double, so that a short value costs a short copy,
 # but still fit the cache.
 _FIRST_WINDOW_BYTES, _LAST_WINDOW_BYTES = 256, 128 * 1024
@@ -134,18 +134,13 @@ class LongValues:
         return start
 
 
-def dumps(value: Any) -> bytes:
-    """Encode a value in as few bytes as possible, in ASCII; NaN is a ValueError."""
-    return json.dumps(value, allow_nan=False, separators=(",", ":")).encode("ascii")
-
-
 def blocks_of(value: Any) -> Iterator[bytes]:
     """Encode a value as `dumps` does, rectangular nested lists of numbers in several blocks."""
     count = _count(value)
-    if count <= _NUMBERS_AT_ONCE:
+    if count <= NUMBERS_AT_ONCE:
         yield dumps(value)
         return
-    step = _NUMBERS_AT_ONCE * len(value) // count
+    step = NUMBERS_AT_ONCE * len(value) // count
     separator = b"["
     for start in range(0, len(value), max(1, step)):
         yield separator

@@ -18,7 +18,7 @@ from convgrad.contract import OPERATIONS
 from convgrad.errors import ServiceError
 from convgrad.wire import npy, safetensors
 from convgrad_service.grpc_api.wire import cut_raw_contents, read_infer_request, request_names
-from convgrad_service.http_api.json_forms import parse_json_body
+from convgrad_service.http_api.codecs import parse_json_body
 from convgrad_service.http_api.protocol import check_head
 from convgrad_service.oip.fields import described
 from convgrad_service.oip.http_json import read_infer_head

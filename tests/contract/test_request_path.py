@@ -93,7 +93,7 @@ def over_grpc(server: TreeServer) -> Iterator[Callable[[], object]]:
     ("asking", "most"),
     [
         pytest.param(over_http(binary_example(), SAFETENSORS), 15, id="binary"),
-        pytest.param(over_http(EXAMPLE, JSON), 17, id="JSON"),
+        pytest.param(over_http(EXAMPLE, JSON), 15, id="JSON"),
         pytest.param(over_grpc, 14, id="gRPC"),
     ],
 )

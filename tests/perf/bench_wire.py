@@ -31,7 +31,8 @@ from pydantic import Base64Bytes, BaseModel
 from convgrad.contract import OPERATIONS, Report, validate
 from convgrad.wire import json_tensors, npy
 from convgrad.wire import safetensors as ours
-from convgrad_service.http_api.json_forms import b64decode, parse_json_body
+from convgrad_service.http_api.codecs import parse_json_body
+from convgrad_service.http_api.long_base64 import b64decode
 from convgrad_service.server.malloc import keep_large_blocks
 from tests.perf.provenance import cpu_model, origin
 from tests.support.json_bodies import decode_json_request, encode_json_answer

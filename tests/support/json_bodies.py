@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from convgrad.contract import Operation, Report
 from convgrad.wire.json_tensors import Form
-from convgrad_service.http_api.json_forms import describe_json_request, json_answer
-from convgrad_service.http_api.transport import EncodedLater
+from convgrad_service.http_api.codecs import decode_json, json_answer
+from convgrad_service.http_api.transport import Arriving, EncodedLater
 
 __all__ = ["decode_json_request", "encode_json_answer"]
 
@@ -20,10 +20,12 @@ def decode_json_request(
     body: bytes | bytearray | memoryview, operation: Operation
 ) -> dict[str, Any]:
     """A request's fields with all tensors filled, in newly allocated memory."""
-    fields, fillers = describe_json_request(body, operation)
-    for name, fill in fillers.items():
+    fields, content = decode_json(memoryview(body), operation)
+    for name, source in content.sources.items():
+        if not callable(source):
+            continue
         array = np.empty(fields[name].shape, fields[name].dtype)
-        fill(array)
+        source(array)
         array.flags.writeable = False
         fields[name] = array
     return fields
@@ -36,4 +38,5 @@ def encode_json_answer(
     return [
         chunk.encoded() if isinstance(chunk, EncodedLater) else chunk
         for chunk in json_answer(outputs, report, form)
+        if not isinstance(chunk, Arriving)
     ]

@@ -12,7 +12,7 @@ from typing import Any
 from convgrad.errors import MalformedRequest
 from convgrad.wire.sentences import shown
 
-__all__ = ["Pairs", "loads", "loads_object"]
+__all__ = ["Pairs", "dumps", "loads", "loads_object"]
 
 Pairs = list[tuple[str, Any]]
 
@@ -74,6 +74,11 @@ def loads_object(
     if not isinstance(found, dict):
         raise MalformedRequest(f"{what}: expected a JSON object, got {shown(found)}")
     return found
+
+
+def dumps(value: Any) -> bytes:
+    """Encode a value in as few bytes as possible, in ASCII; NaN is a ValueError."""
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).encode("ascii")
 
 
 def _twice(pairs: Pairs) -> str:

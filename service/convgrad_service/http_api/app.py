@@ -110,7 +110,6 @@ def app_on(
         redirect_slashes=False,  # a redirected POST sends its tensors twice
     )
     app.state.pipeline = pipeline
-    app.state.settings = settings
     endpoints: dict[str, ASGIApp] = {}
     for operations_of, method, transport in _COMPUTING:
         for operation in operations_of.values():

@@ -6,7 +6,6 @@ Content-Length allows refusing a body early. A client that then sends less runs 
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,8 +16,8 @@ from starlette.requests import Request
 from starlette.types import Message, Receive, Scope
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from convgrad.errors import MalformedRequest, PayloadTooLarge, RequestTimeout
-from convgrad_service.engine.admission import ClientGone
+from convgrad.errors import DeadlineExceeded, MalformedRequest, PayloadTooLarge, RequestTimeout
+from convgrad_service.engine.admission import CancelScope, ClientGone, Deadline
 from convgrad_service.engine.engine import Engine
 from convgrad_service.engine.memory.arena import Lease, leased
 from convgrad_service.engine.options import MAX_TRANSFER_S
@@ -76,13 +75,6 @@ class Connection:
         protocol, left_bytes = self._protocol, self._receiving.left_bytes
         protocol.switch_protocol(ReceiveInto([left_bytes], protocol, protocol.restart_parser))
 
-    def whole_body(self) -> bytearray | None:
-        """Return the body if it is complete and no part has been delivered yet; else None."""
-        cycle = self.cycle
-        if cycle is None or self._protocol.cycle is not cycle or cycle.more_body:
-            return None
-        return None if cycle.disconnected or cycle.waiting_for_100_continue else cycle.body
-
     def watch(self, gone: Callable[[], None] | None) -> None:
         """Have ``gone`` called if the client closes the connection, until called with None."""
         self._protocol.gone, self._protocol.watching = gone, self.cycle
@@ -107,30 +99,6 @@ def connection_of(scope: Scope) -> Connection | None:
     return None if scope.get("scheme") == "https" else scope.get(CONNECTION)
 
 
-@dataclass(frozen=True, slots=True)
-class BodyLimits:
-    """Limits of a body's size, pauses and rate.
-
-    While ``others_wait`` for memory, a body that holds some must come within `MAX_TRANSFER_S`; its
-    rate is known after ``patience_s``.
-    """
-
-    max_bytes: int
-    idle_timeout_s: float
-    min_bytes_per_s: float
-    patience_s: float = math.inf
-    others_wait: Callable[[], bool] = bool
-
-    @classmethod
-    def of(cls, settings: Settings, max_bytes: int, engine: Engine | None = None) -> BodyLimits:
-        """Return the limits in the settings; ``engine`` is that whose memory the body will take."""
-        idle_s, per_s = settings.body_idle_timeout_s, settings.min_body_bytes_per_s
-        if engine is None:
-            return cls(max_bytes, idle_s, per_s)
-        patience_s = settings.max_memory_wait_s
-        return cls(max_bytes, idle_s, per_s, patience_s, lambda: engine.status.short_of_memory)
-
-
 @dataclass(slots=True)
 class Text:
     """A whole body; ``lease`` is its place in the arena, None for small bodies."""
@@ -146,7 +114,11 @@ class Text:
 
 
 class Body:
-    """One body, read by `at_least` and then `into`, or at once by `whole`.
+    """One body of at most ``max_bytes``, read by `at_least` and then `into`, or by `whole` at once.
+
+    Its pauses and its rate have the limits of ``settings``. While others wait for memory of
+    ``engine``, where it is held, it must come within `MAX_TRANSFER_S`; its rate is known after
+    ``max_memory_wait_s``.
 
     Every method raises PayloadTooLarge if the body or its Content-Length exceeds the limit,
     RequestTimeout if it pauses too long or arrives too slowly, and ClientGone if the connection
@@ -157,19 +129,23 @@ class Body:
         self,
         receive: Receive,
         content_length: int | None,
-        limits: BodyLimits,
+        settings: Settings,
+        max_bytes: int,
+        engine: Engine | None = None,
+        *,
         connection: Connection | None = None,
         context: RequestContext | None = None,
     ) -> None:
-        if content_length is not None and content_length > limits.max_bytes:
+        if content_length is not None and content_length > max_bytes:
             raise PayloadTooLarge(
                 f"Content-Length is {content_length:,}; this server accepts at most "
-                f"{limits.max_bytes:,} bytes of this media type"
+                f"{max_bytes:,} bytes of this media type"
             )
         self.content_length = content_length
         self.received_bytes = 0
         self.ended = False
-        self._receive, self._limits = receive, limits
+        self._receive, self._settings, self._max_bytes = receive, settings, max_bytes
+        self._engine = engine
         # For what is received past `receive`, which counts what it returns.
         self._connection, self._context = connection, context
         self._ahead = b""  # received but not consumed
@@ -178,22 +154,31 @@ class Body:
         self._holding: tuple[float, int, int] | None = None
 
     @classmethod
-    def of(cls, request: Request, limits: BodyLimits, context: RequestContext) -> Body:
+    def of(
+        cls,
+        request: Request,
+        context: RequestContext,
+        settings: Settings,
+        max_bytes: int,
+        engine: Engine | None = None,
+    ) -> Body:
         """Return the body of a request."""
         length = request.headers.get("content-length")
         return cls(
             request.receive,
             None if length is None else int(length),
-            limits,
-            connection_of(request.scope),
-            context,
+            settings,
+            max_bytes,
+            engine,
+            connection=connection_of(request.scope),
+            context=context,
         )
 
     def refuse_over_limit(self, size: int) -> None:
         """Raise PayloadTooLarge if ``size`` exceeds the limit."""
-        if size > self._limits.max_bytes:
+        if size > self._max_bytes:
             raise PayloadTooLarge(
-                f"the body is longer than {self._limits.max_bytes:,} bytes, the most this server "
+                f"the body is longer than {self._max_bytes:,} bytes, the most this server "
                 "takes of this media type"
             )
 
@@ -255,13 +240,14 @@ class Body:
             text.data[:size] = shown
             self._ahead = b""
             self._hold(promised)
-            if self.content_length is not None and await self._receive_directly(
-                [text.data[size:promised]]
-            ):
+            if await self._receive_directly([text.data[size:promised]]):
                 size = promised
             while (part := await self._part()) is not None:
                 if size + len(part) > len(text.data):
-                    text = await _moved(engine, text, size, max(size + len(part), 2 * size))
+                    larger = await _place(engine, max(size + len(part), 2 * size))
+                    larger.data[:size] = text.data[:size]
+                    text.release()
+                    text = larger
                 text.data[size : size + len(part)] = part
                 size += len(part)
         except BaseException:
@@ -275,8 +261,7 @@ class Body:
         connection, length = self._connection, self.content_length
         if connection is None or length is None or self.ended:
             return False
-        wanted = sum(map(_size_of, targets))
-        if wanted != length - self.received_bytes or wanted < _DIRECT_BYTES:
+        if not _DIRECT_BYTES <= sum(map(_size_of, targets)) == length - self.received_bytes:
             return False
         if connection.body_left_bytes(length) <= 0:
             return False  # already in the server's buffer
@@ -284,7 +269,7 @@ class Body:
         receiving = connection.receive_into(targets)
         try:
             while not receiving.filled.done():
-                idle_s = self._limits.idle_timeout_s - (time.monotonic() - receiving.last_s)
+                idle_s = self._settings.body_idle_timeout_s - (time.monotonic() - receiving.last_s)
                 if idle_s <= 0:
                     raise self._idle()
                 await asyncio.wait([receiving.filled], timeout=min(idle_s, 1.0))
@@ -304,7 +289,7 @@ class Body:
 
     def _idle(self) -> RequestTimeout:
         return RequestTimeout(
-            f"no more of the body arrived for {self._limits.idle_timeout_s:g} s, after "
+            f"no more of the body arrived for {self._settings.body_idle_timeout_s:g} s, after "
             f"{self.received_bytes:,} bytes"
         )
 
@@ -312,10 +297,7 @@ class Body:
         """Return the next bytes; None once the body has ended."""
         if self.ended:
             return None
-        if self._connection is not None and self._connection.whole_body() is not None:
-            message = await self._receive()  # complete, so this does not wait
-        else:
-            message = await self._message()
+        message = await self._message()
         if message["type"] == "http.disconnect":
             raise ClientGone
         part: bytes = message.get("body", b"")
@@ -327,13 +309,13 @@ class Body:
         return part
 
     async def _message(self) -> Message:
-        left_s = self._limits.idle_timeout_s
+        left_s = self._settings.body_idle_timeout_s
         while True:
             wait_s = min(left_s, 1.0)
             try:
-                async with asyncio.timeout(wait_s):
+                with CancelScope(Deadline.after(wait_s)):
                     return await self._receive()
-            except TimeoutError:
+            except DeadlineExceeded:
                 left_s -= wait_s
                 if left_s <= 0:
                     raise self._idle() from None
@@ -344,21 +326,23 @@ class Body:
         self._holding = time.monotonic(), self.received_bytes, end
 
     def _refuse_slow(self) -> None:
-        limits, now_s = self._limits, time.monotonic()
+        settings, now_s = self._settings, time.monotonic()
         took_s = now_s - self._started_s
         if self._holding is not None:
             since_s, before, end = self._holding
             held_s, came = now_s - since_s, self.received_bytes - before
             late = (end - self.received_bytes) * held_s > came * MAX_TRANSFER_S
-            if late and held_s > limits.patience_s and limits.others_wait():
+            waited_for = self._engine is not None and self._engine.status.short_of_memory
+            if late and held_s > settings.max_memory_wait_s and waited_for:
                 raise RequestTimeout(
                     f"{came:,} of {end - before:,} bytes of the body arrived in {held_s:.1f} s, "
                     "and other requests wait for the memory that it holds"
                 )
-        if (took_s - limits.idle_timeout_s) * limits.min_bytes_per_s > self.received_bytes:
+        per_s = settings.min_body_bytes_per_s
+        if (took_s - settings.body_idle_timeout_s) * per_s > self.received_bytes:
             raise RequestTimeout(
                 f"{self.received_bytes:,} bytes of the body arrived in {took_s:.1f} s; this "
-                f"server requires at least {limits.min_bytes_per_s:,.0f} bytes per second"
+                f"server requires at least {per_s:,.0f} bytes per second"
             )
 
 
@@ -366,21 +350,12 @@ async def small_body(
     request: Request, context: RequestContext, settings: Settings, max_bytes: int
 ) -> bytes:
     """Receive a whole body of at most ``max_bytes``. Raises as `Body`."""
-    body = Body.of(request, BodyLimits.of(settings, max_bytes), context)
-    return await body.at_least(max_bytes + 1)
+    return await Body.of(request, context, settings, max_bytes).at_least(max_bytes + 1)
 
 
 async def _place(engine: Engine, size: int) -> Text:
     lease = await leased(engine.reserve(size, text=True))
     return Text(engine.arena.view(lease.offset, size), lease)
-
-
-async def _moved(engine: Engine, text: Text, size: int, wanted: int) -> Text:
-    """Move a body of unknown length to a larger place."""
-    larger = await _place(engine, wanted)
-    larger.data[:size] = text.data[:size]
-    text.release()
-    return larger
 
 
 def _from(target: memoryview | int, at: int) -> memoryview | int:

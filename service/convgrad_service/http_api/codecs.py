@@ -1,38 +1,46 @@
 """The media types of request and response bodies at ``POST /<operation>``.
 
-JSON is in `json_forms`, forms and NumPy files are in `numpy_files`.
+JSON and safetensors are here; base64 of megabytes is in `long_base64`, forms and NumPy files are in
+`numpy_files`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any, Protocol
+from types import MappingProxyType
+from typing import Any
 
-from convgrad.contract import Operation, Report, Request
-from convgrad.errors import MalformedRequest
-from convgrad.wire import safetensors
+import pybase64
+from numpy.typing import NDArray
+
+from convgrad.contract import Operation, Report, Request, refuse_unknown
+from convgrad.errors import MalformedRequest, ProblemTooLarge
+from convgrad.wire import safetensors, strict_json
+from convgrad.wire.json_tensors import FORMS, Form, decode_tensor, encode_tensor
+from convgrad.wire.sentences import shown
 from convgrad.wire.shapes import data_view, dtype_of
-from convgrad_service.engine.execution import Execution, ResponseTemplate, Result, split_at
-from convgrad_service.engine.memory.arena import Lease
-from convgrad_service.engine.pipeline import Pipeline
-from convgrad_service.engine.request import SMALL_BYTES, Decoded, Fields, blank
-from convgrad_service.engine.telemetry.record import Timings
-from convgrad_service.http_api.body import Body
-from convgrad_service.http_api.json_forms import (
-    TextReader,
-    describe_json_request,
-    json_answer,
-    refuse_endless_values,
-    stored_tensor,
+from convgrad.wire.strict_json import dumps
+from convgrad_service import long_json
+from convgrad_service.engine.execution import (
+    Execution,
+    Filler,
+    ResponseTemplate,
+    Result,
+    Source,
+    split_at,
 )
+from convgrad_service.engine.request import Decoded, blank
+from convgrad_service.http_api.body import Body
+from convgrad_service.http_api.content_types import choose_accepted, match_content_type
+from convgrad_service.http_api.long_base64 import LONG_BASE64, long_tensor
 from convgrad_service.http_api.numpy_files import MEDIA_TYPE as MULTIPART
 from convgrad_service.http_api.numpy_files import (
     NPY,
     NPZ,
-    MultipartReader,
+    decode_form,
     encode_npy,
     encode_npz,
     npy_content_type,
@@ -43,53 +51,42 @@ from convgrad_service.http_api.problem_details import Headers
 from convgrad_service.http_api.transport import (
     Arriving,
     Chunk,
+    Content,
+    EncodedLater,
+    HeadBytes,
     HttpTransport,
-    choose_accepted,
-    match_content_type,
 )
 from convgrad_service.problems import Problem
 
 REPORT_HEADER = "X-Report"
-MAX_KEY_BYTES = 4096
-"""Requests with longer heads are not cached."""
 JSON = "application/json"
 SAFETENSORS = safetensors.MEDIA_TYPE
-
-
-class Reader(Protocol):
-    """Reads one request body, for the methods of `Transport` with the same names."""
-
-    async def head(self, body: Body, pipeline: Pipeline) -> Hashable | None: ...
-
-    @property
-    def body_lease(self) -> Lease | None: ...
-
-    @property
-    def decodes_inline(self) -> bool: ...
-
-    def fields(self, operation: Operation) -> tuple[Fields, Any]:
-        """Return the request's fields, and notes for `fill` that are shared by similar requests."""
-        ...
-
-    async def fill(self, body: Body, execution: Execution, timings: Timings) -> None: ...
-
-    def close(self) -> None:
-        """Release all resources."""
-        ...
+# This form is for human readers: an element takes some twenty characters and a microsecond, against
+# five characters in base64.
+_MAX_VALUES = 2**20
+# Of an answer's base64: fits the cache, and is a multiple of three bytes (four characters).
+_BLOCK_BYTES = 3 * 2**18
 
 
 @dataclass(frozen=True, slots=True)
 class BodyForm:
     """A media type of request bodies.
 
-    ``limit`` names the setting that bounds their size, ``reader`` makes a reader from the
-    Content-Type, ``answered`` is the media type of the answer unless Accept requests another.
+    ``decode`` is called with the head, the operation, the bytes behind the head (None if not known
+    yet) and the Content-Type. It returns the request's fields, whose tensors may be `blank`, and
+    where their data is. Without ``head_bytes`` the head is all of the body. ``answered`` is the
+    media type of the answer unless Accept requests another.
     """
 
     media_type: str
-    limit: str
-    reader: Callable[[str], Reader]
+    decode: Callable[[memoryview, Operation, int | None, str], tuple[dict[str, Any], Content]]
     answered: str
+    head_bytes: HeadBytes | None = None
+
+    @property
+    def limit(self) -> str:
+        """The setting that bounds the body's size; see `HttpTransport.receive`."""
+        return "max_json_bytes" if self.head_bytes is None else "max_body_bytes"
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,75 +117,70 @@ class AnswerForm:
         return headers
 
 
-class _SafetensorsReader:
-    """Reads the header first, then receives each tensor straight into its memory."""
+class OperationTransport(HttpTransport):
+    """A body of any `BodyForm`, and an answer of any `AnswerForm`."""
 
-    body_lease: Lease | None = None
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        content_type, accept = self.headers.get(b"content-type"), self.headers.get(b"accept", "")
+        self.form, self.answer = _forms(content_type, accept, self.answers())
+        self.streams = self.answer in ANSWER_FORMS and ANSWER_FORMS[self.answer].streams
 
-    def __init__(self, content_type: str) -> None:
-        self._head = memoryview(b"")
-        self._data_bytes: int | None = None
-        self._body: Body
+    def answers(self) -> tuple[str, ...]:
+        """Return the media types of answers that this exchange may have."""
+        return _ANSWERS
 
-    async def head(self, body: Body, pipeline: Pipeline) -> Hashable | None:
-        head_bytes = safetensors.header_bytes(await body.at_least(8))
-        self._head = memoryview(await body.at_least(head_bytes))[:head_bytes]
-        self._body = body
-        length = body.content_length
-        if length is None and body.ended:
-            length = body.received_bytes
-        if length is None:
-            return None
-        self._data_bytes = length - head_bytes
-        return None if head_bytes > MAX_KEY_BYTES else (bytes(self._head), self._data_bytes)
+    async def head(self) -> Hashable | None:
+        body = await self.receive(self.form.head_bytes)
+        if self.data_bytes is None and body.ended:
+            self.data_bytes = body.received_bytes - len(self.text.data)
+        key = None if self.form.head_bytes is None else self.key()
+        return None if key is None else (key, self.answer)
 
-    @property
-    def decodes_inline(self) -> bool:
-        return len(self._head) <= SMALL_BYTES
+    def decode(self) -> Decoded:
+        content_type = self.headers[b"content-type"]
+        fields, content = self.form.decode(
+            self.text.data, self.operation, self.data_bytes, content_type
+        )
+        self.refuse_over_limit(content)
+        return Decoded(fields, notes=content, refuse=self.refuse)
 
-    def fields(self, operation: Operation) -> tuple[Fields, Any]:
-        layout = safetensors.layout(self._head, self._data_bytes)
-        self._body.refuse_over_limit(len(self._head) + layout.data_bytes)
-        parameters = safetensors.parameters(layout.metadata, operation.request.model_fields)
-        if both := sorted(layout.tensors.keys() & parameters.keys()):
-            raise MalformedRequest(
-                f'"{both[0]}" is both a tensor and a parameter; expected one of them'
-            )
-        tensors = {
-            name: blank(placed.shape, placed.dtype, name=name)
-            for name, placed in layout.tensors.items()
-        }
-        sizes = [(name, placed.end - placed.begin) for name, placed in layout.tensors.items()]
-        return {**parameters, **tensors}, sizes
+    def refuse(self, request: Request, problem: Problem) -> None:
+        """Raise, before anything is computed, if the answer could not be encoded."""
+        if (refuse := ANSWER_FORMS[self.answer].refuse) is not None:
+            refuse(request, problem)
 
-    async def fill(self, body: Body, execution: Execution, timings: Timings) -> None:
-        views = execution.input_views()
-        targets = [views.get(name, size_bytes) for name, size_bytes in execution.notes]
-        with timings.stage("receive"):
-            await body.into(targets, skip=len(self._head))
-
-    def close(self) -> None:
-        """Do nothing: no resources are held."""
+    def encode(self, execution: Execution, result: Result) -> tuple[Headers, Sequence[Chunk]]:
+        form = ANSWER_FORMS[self.answer]
+        return form.headers(result), form.encode(execution, result)
 
 
-class _JsonReader(TextReader):
-    """The base64 stays in the text until it is decoded into the inputs' memory."""
-
-    def fields(self, operation: Operation) -> tuple[Fields, Any]:
-        found, self._fillers = describe_json_request(self._text.data, operation)
-        return found, None
-
-
-def _encode_json(execution: Execution, result: Result) -> Sequence[Chunk]:
-    request = result.request
-    return json_answer(result.outputs, result.report, request.response, request.store)
+@lru_cache(maxsize=256)
+def _forms(content_type: str | None, accept: str, answers: tuple[str, ...]) -> tuple[BodyForm, str]:
+    form = BODY_FORMS[match_content_type(content_type, tuple(BODY_FORMS))]
+    preferred = form.answered if form.answered in answers else answers[0]
+    return form, choose_accepted(accept, answers, preferred)
 
 
-def _refuse_json(request: Request, problem: Problem) -> None:
-    elements = sum(
-        spec.elements for name, spec in problem.outputs.items() if name not in request.store
-    )
-    refuse_endless_values(elements, request.response)
+async def _safetensors_head(body: Body) -> int:
+    return safetensors.header_bytes(await body.at_least(8))
+
+
+def _decode_safetensors(
+    head: memoryview, operation: Operation, data_bytes: int | None, _: str
+) -> tuple[dict[str, Any], Content]:
+    layout = safetensors.layout(head, data_bytes)
+    parameters = safetensors.parameters(layout.metadata, operation.request.model_fields)
+    if both := sorted(layout.tensors.keys() & parameters.keys()):
+        raise MalformedRequest(
+            f'"{both[0]}" is both a tensor and a parameter; expected one of them'
+        )
+    tensors = {
+        name: blank(placed.shape, placed.dtype, name=name)
+        for name, placed in layout.tensors.items()
+    }
+    spans = [(name, placed.end - placed.begin) for name, placed in layout.tensors.items()]
+    return {**parameters, **tensors}, Content(spans=spans)
 
 
 def _encode_safetensors(execution: Execution, result: Result) -> Sequence[Chunk]:
@@ -223,12 +215,158 @@ def _safetensors_template(execution: Execution, report: Report) -> ResponseTempl
     return ResponseTemplate(*split_at(text, lambda seconds: repr(seconds).encode()), outputs)
 
 
+def parse_json_body(body: bytes | memoryview) -> dict[str, Any]:
+    """Parse a body. Long strings under ``npy`` and ``data`` become views of what is between their
+    quotes."""
+    if len(body) <= LONG_BASE64.min_bytes:
+        return strict_json.loads_object(body, "the body")
+    return LONG_BASE64.parse_object(memoryview(body), "the body")
+
+
+def decode_json(
+    body: memoryview, operation: Operation, _: int | None = 0, __: str = ""
+) -> tuple[dict[str, Any], Content]:
+    """Return a request's fields, ready for `convgrad.contract.validate`, and its tensors' data.
+
+    A tensor with long base64 is a blank of its shape and dtype until its source is called with its
+    memory.
+
+    Raises
+    ------
+    MalformedRequest
+        The body is not a JSON object, has an unknown field, or a tensor cannot be read. The sources
+        raise it too.
+    """
+    fields = parse_json_body(body)
+    refuse_unknown(operation.request, fields)
+    stored = {
+        name: _stored_name(value, name)
+        for name in operation.tensors
+        if isinstance(value := fields.get(name), dict) and "stored" in value
+    }
+    if "response" not in fields:
+        # The form of the first tensor that is not stored.
+        given = (fields.get(name) for name in operation.tensors)
+        forms = (form for each in given if isinstance(each, dict) for form in FORMS & each.keys())
+        fields["response"] = next(forms, "npy")
+    if stored:
+        others = fields.get("stored")
+        fields["stored"] = {**(others if isinstance(others, dict) else {}), **stored}
+    sources: dict[str, Source] = {}
+    for name in operation.tensors:
+        if name in stored:
+            del fields[name]
+        # An optional tensor may be null; decoding refuses a null required one.
+        if name in fields and (fields[name] is not None or name in operation.required_tensors):
+            fields[name], filler = described_tensor(fields[name], name)
+            sources[name] = fields[name] if filler is None else filler
+    return fields, Content(sources)
+
+
+def _stored_name(tensor: Mapping[str, Any], field: str) -> str:
+    name = tensor["stored"]
+    if len(tensor) > 1 or not isinstance(name, str):
+        raise MalformedRequest(
+            f'{field}: expected "stored" to be the name of a tensor, and no other key, got '
+            f"{shown(tensor)}"
+        )
+    return name
+
+
+def described_tensor(tensor: Any, name: str) -> tuple[NDArray[Any], Filler | None]:
+    """Return a tensor's array and, if that is still blank, its filler.
+
+    Raises
+    ------
+    MalformedRequest
+        The tensor cannot be read.
+    """
+    if isinstance(tensor, dict) and any(isinstance(each, memoryview) for each in tensor.values()):
+        return long_tensor(tensor, name)
+    return decode_tensor(
+        tensor, name=name, b64decode=partial(pybase64.b64decode, validate=True)
+    ), None
+
+
+def json_answer(
+    outputs: Mapping[str, NDArray[Any]],
+    report: Report,
+    form: Form,
+    store: Mapping[str, str] = MappingProxyType({}),
+) -> list[Chunk]:
+    """Encode ``{"grad_input": {...}, "report": {...}}`` with tensors in ``form``.
+
+    Base64 is encoded block by block when it is sent. Of outputs in ``store`` only the name there is
+    sent, and their elements are not read.
+    """
+    chunks: list[Chunk] = [b"{"]
+    for name, array in outputs.items():
+        chunks.append(dumps(name) + b":{")
+        if name in store:
+            chunks.append(dumps(stored_tensor(array, store[name]))[1:-1])
+        else:
+            chunks.extend(_members(encode_tensor(array, form, b64encode=_Base64), array.size))
+        chunks.append(b"},")
+    chunks.append(b'"report":' + report.model_dump_json().encode() + b"}")
+    return chunks
+
+
+def stored_tensor(array: NDArray[Any], name: str) -> dict[str, Any]:
+    """Describe an output that was stored."""
+    return {"stored": name, "dtype": dtype_of(array).value, "shape": list(array.shape)}
+
+
+class _Base64(list[EncodedLater]):
+    """The base64 of consecutive parts; the size of all but the last is a multiple of 3 bytes."""
+
+    def __init__(self, parts: list[bytes | memoryview]) -> None:
+        for part in parts:
+            view = memoryview(part)
+            self += (
+                EncodedLater(view[start : start + _BLOCK_BYTES])
+                for start in range(0, len(view), _BLOCK_BYTES)
+            )
+
+
+def _members(encoded: Mapping[str, Any], elements: int) -> Iterator[bytes | EncodedLater]:
+    separator = b""
+    for key, value in encoded.items():
+        yield separator + dumps(key) + b":"
+        if isinstance(value, _Base64):
+            yield b'"'
+            yield from value
+            yield b'"'
+        else:
+            short = elements <= long_json.NUMBERS_AT_ONCE
+            yield dumps(value) if short else b"".join(long_json.blocks_of(value))
+        separator = b","
+
+
+def _encode_json(_: Execution, result: Result) -> Sequence[Chunk]:
+    request = result.request
+    return json_answer(result.outputs, result.report, request.response, request.store)
+
+
+def _refuse_json(request: Request, problem: Problem) -> None:
+    sent = (spec for name, spec in problem.outputs.items() if name not in request.store)
+    refuse_endless_values(sum(spec.elements for spec in sent), request.response)
+
+
+def refuse_endless_values(elements: int, form: Form) -> None:
+    """Raise ProblemTooLarge if ``values`` are requested for too many elements."""
+    if form == "values" and elements > _MAX_VALUES:
+        raise ProblemTooLarge(
+            f'response "values" is for at most {_MAX_VALUES:,} elements and the answer has '
+            f'{elements:,}; ask for "npy" or "data"'
+        )
+
+
 BODY_FORMS: Mapping[str, BodyForm] = {
     form.media_type: form
     for form in (
-        BodyForm(JSON, "max_json_bytes", _JsonReader, JSON),
-        BodyForm(SAFETENSORS, "max_body_bytes", _SafetensorsReader, SAFETENSORS),
-        BodyForm(MULTIPART, "max_json_bytes", MultipartReader, NPZ),
+        BodyForm(JSON, decode_json, JSON),
+        BodyForm(SAFETENSORS, _decode_safetensors, SAFETENSORS, _safetensors_head),
+        BodyForm(MULTIPART, decode_form, NPZ),
     )
 }
 ANSWER_FORMS: Mapping[str, AnswerForm] = {
@@ -240,72 +378,4 @@ ANSWER_FORMS: Mapping[str, AnswerForm] = {
         AnswerForm(NPZ, encode_npz, refuse_npz, reports=True),
     )
 }
-
-
-class BodyTransport(HttpTransport):
-    """A request with a body of any `BodyForm`."""
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        content_type = self.headers.get(b"content-type")
-        self._form = self._choose_forms(content_type, self.headers.get(b"accept", ""))
-        self._reader = self._form.reader(content_type or "")
-
-    def _choose_forms(self, content_type: str | None, accept: str) -> BodyForm:
-        """Return the form of the body; subclasses choose that of the answer too."""
-        return BODY_FORMS[match_content_type(content_type, tuple(BODY_FORMS))]
-
-    async def head(self) -> Hashable | None:
-        self._body = self.body(getattr(self._settings, self._form.limit))
-        return await self._reader.head(self._body, self.pipeline)
-
-    @property
-    def body_lease(self) -> Lease | None:  # type: ignore[override]
-        return self._reader.body_lease
-
-    @property
-    def decodes_inline(self) -> bool:  # type: ignore[override]
-        return self._reader.decodes_inline
-
-    def decode(self) -> Decoded:
-        fields, notes = self._reader.fields(self.operation)
-        return Decoded(fields, notes=notes)
-
-    async def fill(self, execution: Execution) -> None:
-        await self._reader.fill(self._body, execution, self.request.timings)
-
-    def close(self) -> None:
-        self._reader.close()
-
-
-class OperationTransport(BodyTransport):
-    """A body of any `BodyForm`, and an answer of any `AnswerForm`."""
-
-    def _choose_forms(self, content_type: str | None, accept: str) -> BodyForm:
-        came_in, self._form_out = _forms(content_type, accept)
-        self.streams = self._form_out.streams
-        return came_in
-
-    async def head(self) -> Hashable | None:
-        key = await super().head()
-        return None if key is None else (key, self._form_out.media_type)
-
-    def decode(self) -> Decoded:
-        return replace(super().decode(), refuse=self._form_out.refuse)
-
-    async def send(self, execution: Execution, result: Result) -> None:
-        form = self._form_out
-        with self.request.timings.stage("encode"):
-            small = sum(tensor.spec.size_bytes for tensor in execution.layout.outputs)
-            chunks = await self.pipeline.in_thread(
-                lambda: form.encode(execution, result),
-                execution.lease,
-                inline=small <= SMALL_BYTES,
-            )
-        await self.respond(form.headers(result), chunks)
-
-
-@lru_cache(maxsize=256)
-def _forms(content_type: str | None, accept: str) -> tuple[BodyForm, AnswerForm]:
-    came_in = BODY_FORMS[match_content_type(content_type, tuple(BODY_FORMS))]
-    return came_in, ANSWER_FORMS[choose_accepted(accept, tuple(ANSWER_FORMS), came_in.answered)]
+_ANSWERS = tuple(ANSWER_FORMS)

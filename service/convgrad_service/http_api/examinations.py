@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-from collections.abc import Hashable
+import time
 from dataclasses import replace
 from typing import Any
 from urllib.parse import parse_qsl
@@ -15,17 +14,17 @@ from convgrad.contract.base import parse_field, refuse_unknown
 from convgrad.contract.verification import Earlier
 from convgrad.errors import MalformedRequest, Overloaded, ProblemTooLarge, ServiceError
 from convgrad.wire.sentences import shown
+from convgrad.wire.strict_json import dumps
 from convgrad_service.engine.engine import call_hub
 from convgrad_service.engine.execution import Execution, Result
 from convgrad_service.engine.request import Decoded, blank
 from convgrad_service.engine.scheduling.quotas import Caller, KeyLimits, Ticket
 from convgrad_service.engine.scheduling.task import JobHandle
 from convgrad_service.engine.submissions import Submissions
-from convgrad_service.http_api.codecs import JSON, BodyForm, BodyTransport
-from convgrad_service.http_api.middleware import context_of
+from convgrad_service.http_api.codecs import JSON, OperationTransport
+from convgrad_service.http_api.content_types import choose_accepted
 from convgrad_service.http_api.problem_details import problem_details
-from convgrad_service.http_api.transport import HttpTransport, choose_accepted
-from convgrad_service.long_json import dumps
+from convgrad_service.http_api.transport import Content, HttpTransport
 from convgrad_service.oip.fields import SharedMemory
 from convgrad_service.oip.request import Region
 from convgrad_service.problems import Problem
@@ -41,27 +40,19 @@ _REFERENCE_BYTES = 128
 _JSON_HEADERS = [(b"content-type", b"application/json"), (b"vary", b"accept")]
 
 
-class _ExaminationTransport(BodyTransport):
+class _ExaminationTransport(OperationTransport):
     """A body of any `BodyForm`, and an answer in JSON."""
 
     decodes_inline = False  # parsing a layer's notation takes a thread
 
-    def _choose_forms(self, content_type: str | None, accept: str) -> BodyForm:
-        form = super()._choose_forms(content_type, accept)
-        self._choose_answer(accept)
-        return form
+    def answers(self) -> tuple[str, ...]:
+        return (JSON,)
 
-    def _choose_answer(self, accept: str) -> None:
-        choose_accepted(accept, (JSON,), JSON)
-
-    async def head(self) -> Hashable | None:
+    async def head(self) -> None:
         await super().head()
-        return None  # not cacheable: the answer depends on more than the head
+        # No key: the answer depends on more than the head.
 
-    def decode(self) -> Decoded:
-        return replace(super().decode(), refuse=self._refuse, repeatable=False)
-
-    def _refuse(self, request: Request, problem: Problem) -> None:
+    def refuse(self, request: Request, problem: Problem) -> None:
         """Refuse a problem that would take too long, before anything is computed."""
 
     async def send(self, execution: Execution, result: Result) -> None:
@@ -95,7 +86,7 @@ class VerifyTransport(_ExaminationTransport):
             regions=memory.parts(self.owner, regions),
         )
 
-    def _refuse(self, request: Request, problem: Problem) -> None:
+    def refuse(self, request: Request, problem: Problem) -> None:
         assert isinstance(problem, Verify)  # noqa: S101
         needed = _REFERENCE_BYTES * problem.sample_elements
         if needed > self.pipeline.engine.limit_bytes:
@@ -141,27 +132,18 @@ def _smaller(problem: Verify, share: float) -> str:
 class TimeTransport(_ExaminationTransport):
     """``POST /time/<operation>``, answered at once or with events."""
 
-    _has_begun = False
-    # Whether the answer's status has been sent: what goes wrong from then on is an event.
-
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._tickets: list[Ticket] = []
-        self._sending_events: asyncio.Task[None] | None = None
-        self._begun = asyncio.Event()
-        # The queue position last sent; None while running.
-        self._place: int | None = -1
-        if self._streams_events:
-            self.request.submitted = self._submitted
+        self._timed: Any = None
 
-    def _choose_answer(self, accept: str) -> None:
+    def answers(self) -> tuple[str, ...]:
         # Events have no Content-Length, so they are sent in chunks, which HTTP/1.0 does not have.
-        forms = (JSON,) if self._scope["http_version"] == "1.0" else (JSON, EVENT_STREAM)
-        self._streams_events = choose_accepted(accept, forms, JSON) == EVENT_STREAM
+        return (JSON,) if self._scope["http_version"] == "1.0" else (JSON, EVENT_STREAM)
 
-    async def head(self) -> Hashable | None:
+    async def head(self) -> None:
         await self._enter()
-        return await super().head()
+        await super().head()
 
     async def _enter(self) -> None:
         """Count this timing against the limits of the server and of its key."""
@@ -180,7 +162,7 @@ class TimeTransport(_ExaminationTransport):
                 ) from None
             self._tickets.append(ticket)
 
-    def _refuse(self, request: Request, problem: Problem) -> None:
+    def refuse(self, request: Request, problem: Problem) -> None:
         assert isinstance(problem, TimeIt)  # noqa: S101
         most = self._settings.timing_budget_s
         if problem.budget_s > most:
@@ -195,41 +177,67 @@ class TimeTransport(_ExaminationTransport):
         fields = {"budget_s": self._settings.timing_budget_s, **decoded.fields}
         return replace(decoded, fields=fields)
 
-    def _submitted(self, job: JobHandle) -> None:
-        self._has_begun = True
-        self._sending_events = asyncio.ensure_future(self._send_events(job))
+    async def send(self, execution: Execution, result: Result) -> None:
+        if self.answer == EVENT_STREAM:
+            self._timed = json.loads(result.job_result.words)["answer"]
+        else:
+            await super().send(execution, result)
 
-    async def _send_events(self, job: JobHandle) -> None:
-        """Begin the answer, and send the job's queue position whenever it changes."""
+    async def run(self) -> None:
+        if self.answer != EVENT_STREAM:
+            await super().run()
+            return
+        queued: asyncio.Future[JobHandle] = asyncio.get_running_loop().create_future()
+        self.request.submitted = queued.set_result
+        running = asyncio.ensure_future(super().run())
         try:
-            await self._send(
-                {
-                    "type": "http.response.start",
-                    "status": 202,
-                    "headers": [
-                        (b"content-type", EVENT_STREAM.encode()),
-                        (b"cache-control", b"no-store"),
-                        (b"vary", b"accept"),
-                        (b"x-accel-buffering", b"no"),
-                    ],
-                }
-            )
+            either: list[asyncio.Future[Any]] = [running, queued]
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if queued.done():
+                await self._send_events(queued.result(), running)
+            else:
+                await running  # which raises: the request was refused
         finally:
-            self._begun.set()
-        loop = asyncio.get_running_loop()
-        silent_since_s = loop.time()
-        while True:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+    async def _send_events(self, job: JobHandle, running: asyncio.Future[None]) -> None:
+        """Answer with the job's position in the queue, whenever it changes, and then its result.
+
+        The answer has begun, so a ServiceError is an event too.
+        """
+        headers = [
+            (b"content-type", EVENT_STREAM.encode()),
+            (b"cache-control", b"no-store"),
+            (b"vary", b"accept"),
+            (b"x-accel-buffering", b"no"),
+        ]
+        await self._send({"type": "http.response.start", "status": 202, "headers": headers})
+        place: int | None = -1  # the one sent last; None while running
+        silent_since_s = time.monotonic()
+        while not running.done():
             position = await self.pipeline.engine.queue_position(job)
-            if position != self._place:
+            if position != place:
                 if position is None:
                     await self._event("running", {})
                 else:
                     await self._event("queued", {"position": position})
-                self._place, silent_since_s = position, loop.time()
-            elif loop.time() - silent_since_s > _KEEP_ALIVE_S:
+                place, silent_since_s = position, time.monotonic()
+            elif time.monotonic() - silent_since_s > _KEEP_ALIVE_S:
                 await self._more(b": waiting\n\n")
-                silent_since_s = loop.time()
-            await asyncio.sleep(_POSITION_S)
+                silent_since_s = time.monotonic()
+            await asyncio.wait([running], timeout=_POSITION_S)
+        try:
+            running.result()
+        except ServiceError as error:
+            self._context.code = error.code
+            _, _, body = problem_details(error, self._context.request_id)
+            await self._event("error", json.loads(body))
+        else:
+            if place is not None:  # started and finished since the last check
+                await self._event("running", {})
+            await self._event("result", self._timed)
+        await self._more(b"", more=False)
 
     async def _event(self, name: str, data: Any) -> None:
         await self._more(b"event: " + name.encode() + b"\ndata: " + dumps(data) + b"\n\n")
@@ -237,38 +245,7 @@ class TimeTransport(_ExaminationTransport):
     async def _more(self, body: bytes, *, more: bool = True) -> None:
         await self._send({"type": "http.response.body", "body": body, "more_body": more})
 
-    async def _stop_events(self) -> None:
-        if self._sending_events is not None:
-            await self._begun.wait()  # events need a status first
-            self._sending_events.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._sending_events
-            self._sending_events = None
-
-    async def send(self, execution: Execution, result: Result) -> None:
-        if not self._streams_events:
-            await super().send(execution, result)
-            return
-        await self._stop_events()
-        if self._place is not None:  # started and finished since the last check
-            await self._event("running", {})
-        await self._event("result", json.loads(result.job_result.words)["answer"])
-        await self._more(b"", more=False)
-
-    async def fail(self, error: ServiceError) -> None:
-        """Raise an error, or report it as an event once the answer has begun."""
-        if not self._has_begun:
-            raise error
-        await self._stop_events()
-        context = context_of(self._scope)
-        context.code = error.code
-        _, _, body = problem_details(error, context.request_id)
-        await self._event("error", json.loads(body))
-        await self._more(b"", more=False)
-
     def close(self) -> None:
-        if self._sending_events is not None:
-            self._sending_events.cancel()
         for ticket in self._tickets:
             ticket.release()
         super().close()
@@ -279,17 +256,12 @@ class PlanTransport(HttpTransport):
 
     decodes_inline, reads_query = False, True
 
-    async def head(self) -> Hashable | None:
-        accept = self.headers.get(b"accept", "")
-        choose_accepted(accept, (JSON,), JSON)
-        self._query: bytes = self._scope.get("query_string", b"")
-        return None
+    async def head(self) -> None:
+        choose_accepted(self.headers.get(b"accept", ""), (JSON,), JSON)
 
     def decode(self) -> Decoded:
-        return Decoded(query_fields(self._query, self.operation), repeatable=False)
-
-    async def fill(self, execution: Execution) -> None:
-        await execution.fill({})
+        query: bytes = self._scope["query_string"]
+        return Decoded(query_fields(query, self.operation), notes=Content())
 
     async def send(self, execution: Execution, result: Result) -> None:
         await self.respond(_JSON_HEADERS, [dumps(json.loads(result.job_result.words)["answer"])])

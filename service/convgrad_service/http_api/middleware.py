@@ -9,6 +9,7 @@ reset, which the client may see before the answer.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Mapping, MutableMapping
@@ -50,15 +51,6 @@ Endpoints = Mapping[str, ASGIApp]
 """The POST endpoint of each path."""
 
 
-def begin_context(scope: MutableMapping[str, Any]) -> RequestContext:
-    """Create the context of an exchange, and store it in ``scope`` for `context_of`."""
-    context = RequestContext.begin(
-        value.decode("latin-1") for name, value in scope["headers"] if name == b"x-request-id"
-    )
-    scope[_KEY] = context
-    return context
-
-
 def context_of(scope: MutableMapping[str, Any]) -> RequestContext:
     """Return the context that the middleware stored in ``scope``."""
     context: RequestContext = scope[_KEY]
@@ -94,7 +86,9 @@ class ExchangeMiddleware:
         if scope["method"] == "HEAD":
             # Answer as GET; the server, which has its own scope, omits the body.
             scope = {**scope, "method": "GET"}
-        context = begin_context(scope)
+        context = scope[_KEY] = RequestContext.begin(
+            value.decode("latin-1") for name, value in scope["headers"] if name == b"x-request-id"
+        )
         if self.traces is not None:
             context.trace = _trace(scope)
             self.traces.begin(context)
@@ -231,7 +225,6 @@ class _Exchange:
         self._linger = False
         self._connection = connection_of(scope)
         self._dropping: ReceiveInto | None = None
-        self._dropped_bytes = 0
 
     async def receive(self) -> Message:
         self._body_withheld = False
@@ -279,36 +272,26 @@ class _Exchange:
         return {**message, "headers": headers}
 
     async def _drop_body(self, patience_s: float) -> None:
+        """Read and drop the rest of the body, unparsed if possible, for so long at most."""
         until_s = time.monotonic() + patience_s
-        try:
-            if not await self._dropped_unparsed(patience_s):
+        connection, declared_bytes = self._connection, self._declared_bytes
+        if (
+            self._dropping is None
+            and connection is not None
+            and connection.body_left_bytes(declared_bytes) > 0
+        ):
+            left_bytes = declared_bytes - self._context.received_bytes
+            self._dropping = connection.receive_into([left_bytes])
+        if self._dropping is not None:
+            await asyncio.wait([self._dropping.filled], timeout=patience_s)
+            self._context.received_bytes = declared_bytes - self._dropping.left_bytes
+            if not self._dropping.filled.done():
                 return
-            while self._body_unread:
-                async with asyncio.timeout(max(until_s - time.monotonic(), 0)):
+        # The timeout acts only while receive() waits, which it never does in a flood.
+        with contextlib.suppress(TimeoutError):
+            while self._body_unread and (left_s := until_s - time.monotonic()) > 0:
+                async with asyncio.timeout(left_s):
                     await self.receive()
-                # The timeout acts only while receive() waits, which it never does in a flood.
-                if time.monotonic() > until_s:
-                    return
-        except TimeoutError:
-            return
-
-    async def _dropped_unparsed(self, patience_s: float) -> bool:
-        """Drop the rest of the body without parsing it, if possible; return whether that is done.
-
-        `receive` gets whatever is left then.
-        """
-        if self._dropping is None:
-            connection = self._connection
-            if connection is None or connection.body_left_bytes(self._declared_bytes) <= 0:
-                return True
-            self._dropping = connection.receive_into(
-                [self._declared_bytes - self._context.received_bytes]
-            )
-        receiving = self._dropping
-        await asyncio.wait([receiving.filled], timeout=patience_s)
-        self._context.received_bytes += receiving.received_bytes - self._dropped_bytes
-        self._dropped_bytes = receiving.received_bytes
-        return receiving.filled.done()
 
 
 class ExchangeApp(FastAPI):

@@ -28,10 +28,10 @@ from convgrad.errors import MalformedRequest, NotAcceptable
 from convgrad.wire import npy, strict_json
 from convgrad.wire.sentences import shown
 from convgrad.wire.shapes import checked_dtype, dtype_of
-from convgrad_service.engine.execution import Execution, Result
-from convgrad_service.engine.request import Fields
-from convgrad_service.http_api.json_forms import DeferredTensor, TextReader
-from convgrad_service.http_api.transport import Arriving, Chunk, content_type_parameters
+from convgrad_service.engine.execution import Execution, Result, Source
+from convgrad_service.http_api.content_types import content_type_parameters
+from convgrad_service.http_api.long_base64 import DeferredTensor
+from convgrad_service.http_api.transport import Arriving, Chunk, Content
 from convgrad_service.problems import Problem
 
 MEDIA_TYPE = "multipart/form-data"
@@ -73,26 +73,26 @@ class FormField:
         return _text(name)
 
 
-class MultipartReader(TextReader):
-    """Reads a form."""
-
-    def fields(self, operation: Operation) -> tuple[Fields, Any]:
-        boundary = content_type_parameters(self._content_type).get("boundary", "")
-        found = split_form(self._text.data, boundary)
-        refuse_unknown(operation.request, found)
-        fields: dict[str, Any] = {}
-        for name, part in found.items():
-            data = self._text.data[part.begin : part.begin + part.size_bytes]
-            if not data:
-                continue  # browsers send unused fields empty
-            if name in operation.tensors:
-                content_type = _text(part.headers.get(b"content-type", b""))
-                file = _File(data, name)
-                fields[name] = npy.decode(file, name=name, dtype=npy_dtype(content_type, name))
-                self._fillers |= {name: file.fill} if file.used else {}
-            else:
-                fields[name] = _parameter(data, name)
-        return fields, None
+def decode_form(
+    body: memoryview, operation: Operation, _: int | None, content_type: str
+) -> tuple[dict[str, Any], Content]:
+    """Return a request's fields and where their data is; see `BodyForm`."""
+    found = split_form(body, content_type_parameters(content_type).get("boundary", ""))
+    refuse_unknown(operation.request, found)
+    fields: dict[str, Any] = {}
+    sources: dict[str, Source] = {}
+    for name, part in found.items():
+        data = body[part.begin : part.begin + part.size_bytes]
+        if not data:
+            continue  # browsers send unused fields empty
+        if name in operation.tensors:
+            dtype = npy_dtype(_text(part.headers.get(b"content-type", b"")), name)
+            file = _File(data, name)
+            fields[name] = npy.decode(file, name=name, dtype=dtype)
+            sources[name] = file.fill if file.used else fields[name]
+        else:
+            fields[name] = _parameter(data, name)
+    return fields, Content(sources)
 
 
 def npy_dtype(content_type: str, name: str) -> DType | None:
@@ -114,14 +114,12 @@ def split_form(view: memoryview, boundary: str) -> dict[str, FormField]:
             f"the Content-Type has no usable boundary: expected {MEDIA_TYPE}; boundary=… of 1 to "
             f"{_MAX_BOUNDARY_BYTES} characters"
         )
-    splitter = _Splitter()
-    parser = MultipartParser(boundary, splitter.callbacks())  # type: ignore[arg-type]
-    parser.logger = _SILENT
+    splitter = _Splitter(boundary)
     try:
         for start in range(0, len(view), _BLOCK_BYTES):
             splitter.block_begin = start
             splitter.block = bytes(view[start : start + _BLOCK_BYTES])
-            parser.write(splitter.block)
+            splitter.write(splitter.block)
     except FormParserError as refused:
         raise MalformedRequest(f"the form cannot be read: {refused}") from None
     if not splitter.ended:
@@ -137,51 +135,44 @@ def split_form(view: memoryview, boundary: str) -> dict[str, FormField]:
     return fields
 
 
-class _Splitter:
-    """Records the positions of parts in callbacks of python-multipart."""
+class _Splitter(MultipartParser):
+    """Records the positions of parts."""
 
-    def __init__(self) -> None:
+    def __init__(self, boundary: str) -> None:
+        super().__init__(boundary)
+        self.logger = _SILENT
         self.parts: list[FormField] = []
-        self.block = b""
+        self.block = self._name = self._value = b""
         self.block_begin = 0
         self.ended = False
-        self._name = self._value = b""
 
-    def callbacks(self) -> dict[str, Any]:
-        return {
-            "on_part_begin": self._begin,
-            "on_header_field": self._header_name,
-            "on_header_value": self._header_value,
-            "on_header_end": self._header_end,
-            "on_part_data": self._data,
-            "on_end": self._end,
-        }
-
-    def _begin(self) -> None:
-        if len(self.parts) == _MAX_FIELDS:
-            raise MalformedRequest(f"the form has more than {_MAX_FIELDS} fields")
-        self.parts.append(FormField())
-
-    def _header_name(self, data: bytes, start: int, end: int) -> None:
-        self._name += data[start:end]
-
-    def _header_value(self, data: bytes, start: int, end: int) -> None:
-        self._value += data[start:end]
-
-    def _header_end(self) -> None:
-        self.parts[-1].headers[self._name.lower()] = self._value
-        self._name = self._value = b""
-
-    def _data(self, data: bytes, start: int, end: int) -> None:
-        part = self.parts[-1]
-        if part.size_bytes == 0:
-            # The end of the last block may have looked like the start of a boundary. The parser
-            # passes such bytes from its own memory.
-            part.begin = self.block_begin + (start if data is self.block else start - end)
-        part.size_bytes += end - start
-
-    def _end(self) -> None:
-        self.ended = True
+    def callback(
+        self, name: str, data: bytes | None = None, start: int | None = 0, end: int | None = 0
+    ) -> None:
+        """See `MultipartParser`, which calls this with what it finds."""
+        data, start, end = data or b"", start or 0, end or 0
+        match name:
+            case "part_begin":
+                if len(self.parts) == _MAX_FIELDS:
+                    raise MalformedRequest(f"the form has more than {_MAX_FIELDS} fields")
+                self.parts.append(FormField())
+            case "header_field":
+                self._name += data[start:end]
+            case "header_value":
+                self._value += data[start:end]
+            case "header_end":
+                self.parts[-1].headers[self._name.lower()] = self._value
+                self._name = self._value = b""
+            case "part_data" if end > start:
+                part = self.parts[-1]
+                if part.size_bytes == 0:
+                    # The end of the last block may have looked like the start of a boundary. The
+                    # parser passes such bytes from its own memory.
+                    within = start if data is self.block else start - end
+                    part.begin = self.block_begin + within
+                part.size_bytes += end - start
+            case "end":
+                self.ended = True
 
 
 class _File(DeferredTensor):

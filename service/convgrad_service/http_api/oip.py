@@ -9,13 +9,13 @@ from __future__ import annotations
 import base64
 import binascii
 import re
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, get_args
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse
-from numpy.typing import NDArray
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
@@ -24,16 +24,15 @@ from convgrad.errors import MalformedRequest, NotFound, UnsupportedProblem
 from convgrad.wire import strict_json
 from convgrad.wire.sentences import shown
 from convgrad_service.engine.engine import call_hub
-from convgrad_service.engine.execution import Execution, Filler, ResponseTemplate, Result, split_at
-from convgrad_service.engine.memory.arena import Lease
+from convgrad_service.engine.execution import Execution, ResponseTemplate, Result, Source, split_at
 from convgrad_service.engine.pipeline import Pipeline
-from convgrad_service.engine.request import SMALL_BYTES, Decoded, blank
+from convgrad_service.engine.request import Decoded, blank
 from convgrad_service.engine.shm.registry import RegionInfo
 from convgrad_service.engine.telemetry.record import RequestMetrics
-from convgrad_service.http_api.body import Text, small_body
-from convgrad_service.http_api.codecs import MAX_KEY_BYTES
+from convgrad_service.http_api.body import Body, small_body
 from convgrad_service.http_api.middleware import Endpoints, context_of
-from convgrad_service.http_api.transport import Endpoint, HttpTransport
+from convgrad_service.http_api.problem_details import Headers
+from convgrad_service.http_api.transport import Chunk, Content, Endpoint, HttpTransport
 from convgrad_service.oip.fields import (
     Kind,
     SharedMemory,
@@ -42,7 +41,6 @@ from convgrad_service.oip.fields import (
     request_fields,
 )
 from convgrad_service.oip.http_json import (
-    HttpAnswer,
     encode_answer,
     read_infer_head,
     refuse_in_json,
@@ -54,7 +52,7 @@ from convgrad_service.oip.models import (
     repository_index,
     server_metadata,
 )
-from convgrad_service.oip.request import InferInput, InferRequest, Region, Span, known_keys, size_of
+from convgrad_service.oip.request import InferRequest, Region, Span, checked, known_keys, size_of
 from convgrad_service.server.settings import Settings
 
 _HEADER_LENGTH = b"inference-header-content-length"
@@ -72,53 +70,45 @@ class InferTransport(HttpTransport):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.text = Text(memoryview(b""))
         self._id = b""
-        self._length = self.request.body_bytes
-        self._header_bytes = _header_bytes(self.headers, self._length)
+        self._header_bytes = _header_bytes(self.headers, self.request.body_bytes)
 
     async def head(self) -> Hashable | None:
-        """Receive the request's JSON, and nothing of what follows it."""
-        settings, header_bytes = self._settings, self._header_bytes
-        body = self._body = self.body(
-            settings.max_json_bytes if header_bytes is None else settings.max_body_bytes
-        )
-        if header_bytes is None:
-            self.text = await body.whole(self.pipeline.engine)
-        else:
-            if header_bytes > _MAX_HEAD_BYTES:
-                raise MalformedRequest(
-                    f"Inference-Header-Content-Length is {header_bytes:,}; at most "
-                    f"{_MAX_HEAD_BYTES:,} bytes of JSON may precede binary data"
-                )
-            shown = await body.at_least(header_bytes)
-            if len(shown) < header_bytes:
-                raise MalformedRequest(
-                    f"Inference-Header-Content-Length is {header_bytes:,}, and the body has "
-                    f"{len(shown):,} bytes"
-                )
-            self.text = Text(memoryview(shown)[:header_bytes])
-        self._data_bytes = _data_bytes(self._length, header_bytes)
-        if self._data_bytes is None or len(self.text.data) > MAX_KEY_BYTES:
+        await self.receive(None if self._header_bytes is None else self._head_end)
+        if (key := self.key()) is None:
             return None
         # All of the request but its id, if that can be found.
-        text = bytes(self.text.data)
+        text, data_bytes = key
         if (found := _ID.match(text)) is not None:
             self._id, text = found[1], text[found.end() :]
-        return text, found is None, self._data_bytes, self.owner
+        return text, found is None, data_bytes, self.owner
 
-    @property
-    def body_lease(self) -> Lease | None:  # type: ignore[override]
-        return self.text.lease
-
-    @property
-    def decodes_inline(self) -> bool:  # type: ignore[override]
-        return len(self.text.data) <= SMALL_BYTES
+    async def _head_end(self, body: Body) -> int:
+        header_bytes = self._header_bytes or 0
+        if header_bytes > _MAX_HEAD_BYTES:
+            raise MalformedRequest(
+                f"Inference-Header-Content-Length is {header_bytes:,}; at most "
+                f"{_MAX_HEAD_BYTES:,} bytes of JSON may precede binary data"
+            )
+        found = len(await body.at_least(header_bytes))
+        if found < header_bytes:
+            raise MalformedRequest(
+                f"Inference-Header-Content-Length is {header_bytes:,}, and the body has "
+                f"{found:,} bytes"
+            )
+        return header_bytes
 
     def decode(self) -> Decoded:
-        request = read_infer_head(self.text.data, self.operation, self._data_bytes)
-        data_bytes = sum(_span_bytes(tensor) for tensor in request.inputs)
-        self._body.refuse_over_limit(len(self.text.data) + data_bytes)
+        request = read_infer_head(self.text.data, self.operation, self.data_bytes)
+        sources: dict[str, Source] = {}
+        spans = []
+        for tensor in request.inputs:
+            if isinstance(tensor.source, Span):
+                spans.append((tensor.name, tensor.source.size_bytes))
+            elif not isinstance(tensor.source, Region):
+                sources[tensor.name] = tensor.source
+        content = Content(sources, spans, replace(request, id="") if self._id else request)
+        self.refuse_over_limit(content)
         memory = SharedMemory(self.pipeline.engine, self._settings)
         binary = [wanted.binary or wanted.region is not None for wanted in request.outputs]
         return Decoded(
@@ -126,55 +116,28 @@ class InferTransport(HttpTransport):
             regions=memory.parts(self.owner, request.regions),
             refuse=lambda _, problem: refuse_in_json(request, problem),
             timeout_s=request.timeout_s,
-            notes=replace(request, id="") if self._id else request,
-            repeatable=all(binary or [request.binary_by_default])
-            and all(isinstance(tensor.source, Span | Region) for tensor in request.inputs),
+            notes=content,
+            repeatable=not sources and all(binary or [request.binary_by_default]),
         )
 
-    async def fill(self, execution: Execution) -> None:
-        request: InferRequest = execution.notes
-        timings = self.request.timings
-        if numbers := _numbers(request):
-            with timings.stage("decode"):
-                await execution.fill(numbers, body_lease=self.text.lease)
-        spans = [tensor for tensor in request.inputs if isinstance(tensor.source, Span)]
-        if not self._body.ended or spans:
-            views = execution.input_views()
-            targets = [views.get(tensor.name, _span_bytes(tensor)) for tensor in spans]
-            with timings.stage("receive"):
-                await self._body.into(targets, skip=len(self.text.data))
-        self.text.release()
-
-    def close(self) -> None:
-        self.text.release()
-
-    async def send(self, execution: Execution, result: Result) -> None:
-        request: InferRequest = execution.notes
-        with self.request.timings.stage("encode"):
-            template = execution.template(
-                result.job_result, lambda report: _template(execution, request, report)
-            )
-            if template is not None:
-                answer = self._from_template(execution, template, result.job_result.compute_s)
-            else:
-                if self._id:
-                    request = replace(request, id=self._id.decode())
-                answer = await self.pipeline.in_thread(
-                    lambda: encode_answer(request, result.outputs, result.report),
-                    execution.lease,
-                    inline=_is_quick(request, result.outputs),
-                )
-        await self.respond(_answer_headers(answer), answer.chunks)
+    def encode(self, execution: Execution, result: Result) -> tuple[Headers, Sequence[Chunk]]:
+        request: InferRequest = execution.notes.request
+        template = execution.template(result.job_result, partial(_template, execution, request))
+        if template is not None:
+            return self._from_template(execution, template, result.job_result.compute_s)
+        if self._id:
+            request = replace(request, id=self._id.decode())
+        text, *binary = encode_answer(request, result.outputs, result.report)
+        return _answer_headers(text, binary), [text, *binary]
 
     def _from_template(
         self, execution: Execution, template: ResponseTemplate, compute_s: float
-    ) -> HttpAnswer:
+    ) -> tuple[Headers, Sequence[Chunk]]:
         before = template.before
         if self._id:
             before = b'{"id":"' + self._id + b'",' + before[1:]
         text = before + repr(compute_s).encode() + template.after
-        header_bytes = len(text) if template.outputs else None
-        return HttpAnswer([text, *execution.output_bytes(template)], header_bytes)
+        return _answer_headers(text, template.outputs), [text, *execution.output_bytes(template)]
 
 
 def _template(execution: Execution, request: InferRequest, report: Report) -> ResponseTemplate:
@@ -182,17 +145,10 @@ def _template(execution: Execution, request: InferRequest, report: Report) -> Re
         name: blank(spec.shape, spec.dtype, name=name)
         for name, spec, *_ in execution.layout.outputs
     }
-    head = bytes(encode_answer(request, outputs, report).chunks[0])
+    head = encode_answer(request, outputs, report)[0]
     sent = (name for name in request.answer_names(outputs) if request.sends(name))
     places = tuple((b"", *execution.extent_of(name)) for name in sent)
     return ResponseTemplate(*split_at(head, lambda seconds: repr(seconds).encode()), places)
-
-
-def _data_bytes(length: int | None, header_bytes: int | None) -> int | None:
-    """Return how many bytes follow the JSON; None if not known yet."""
-    if header_bytes is None:
-        return 0
-    return None if length is None else length - header_bytes
 
 
 def _header_bytes(headers: Mapping[bytes, str], length: int | None) -> int | None:
@@ -217,35 +173,12 @@ def _header_bytes(headers: Mapping[bytes, str], length: int | None) -> int | Non
     return header_bytes
 
 
-def _numbers(request: InferRequest) -> dict[str, NDArray[Any] | Filler]:
-    """Return the fillers of inputs whose elements are in the JSON."""
-    return {
-        tensor.name: tensor.source
-        for tensor in request.inputs
-        if not isinstance(tensor.source, Span | Region)
-    }
-
-
-def _span_bytes(tensor: InferInput) -> int:
-    return tensor.source.size_bytes if isinstance(tensor.source, Span) else 0
-
-
-def _is_quick(request: InferRequest, outputs: Mapping[str, NDArray[Any]]) -> bool:
-    """Whether the answer has at most a few numbers in JSON."""
-    spelt = [
-        array.nbytes
-        for name, array in outputs.items()
-        if request.sends(name) and not request.wants_binary(name)
-    ]
-    return sum(spelt) <= SMALL_BYTES
-
-
-def _answer_headers(answer: HttpAnswer) -> list[tuple[bytes, bytes]]:
-    if answer.header_bytes is None:
+def _answer_headers(text: bytes, binary: Sequence[object]) -> Headers:
+    if not binary:
         return [(b"content-type", b"application/json")]
     return [
         (b"content-type", b"application/octet-stream"),
-        (_HEADER_LENGTH, str(answer.header_bytes).encode()),
+        (_HEADER_LENGTH, str(len(text)).encode()),
     ]
 
 
@@ -339,10 +272,7 @@ def _only_ready(body: bytes) -> bool:
     fields: dict[str, Any] = strict_json.loads_object(body, "the request") if body else {}
     if repository := fields.get("repository_name"):
         raise NotFound(f"there is no repository {shown(repository)}; the only one has no name")
-    ready = fields.get("ready", False)
-    if not isinstance(ready, bool):
-        raise MalformedRequest(f"ready: expected true or false, got {shown(ready)}")
-    return ready
+    return checked(fields.get("ready", False), bool, "ready: expected true or false")
 
 
 def _add_regions(
@@ -378,9 +308,7 @@ def _region(kind: Kind, name: str, fields: dict[str, Any]) -> RegionInfo:
         handle = _handle(fields.get("raw_handle"))
         return RegionInfo(name, "", 0, size_bytes, handle, device)
     known_keys(fields, ("key", "offset", "byte_size"), "the request")
-    key = fields.get("key")
-    if not isinstance(key, str):
-        raise MalformedRequest(f"key: expected a string, got {shown(key)}")
+    key = checked(fields.get("key"), str, "key: expected a string")
     return RegionInfo(name, key, size_of(fields.get("offset", 0), "offset"), size_bytes)
 
 

@@ -35,6 +35,7 @@ from convgrad_service.http_api.openapi_parts import (
     form_schema,
     header,
     named_schemas,
+    parameter,
     ref,
     responses_of,
     with_named_tensors,
@@ -196,18 +197,14 @@ def _infer(settings: Settings) -> dict[str, Any]:
         "extension): then `Inference-Header-Content-Length` is the length of the JSON. "
         "Parameters are scalars or, for lists, JSON text.",
         parameters=[
-            {
-                "name": "model",
-                "in": "path",
-                "required": True,
-                "schema": {"type": "string", "enum": list(OPERATIONS)},
-            },
-            {
-                "name": "Inference-Header-Content-Length",
-                "in": "header",
-                "description": "Bytes of JSON before the binary data.",
-                "schema": {"type": "integer", "minimum": 1},
-            },
+            parameter("model", "path", enum=list(OPERATIONS)),
+            parameter(
+                "Inference-Header-Content-Length",
+                "header",
+                "Bytes of JSON before the binary data.",
+                type="integer",
+                minimum=1,
+            ),
             *PARAMETERS,
         ],
         requestBody={
@@ -253,14 +250,13 @@ def _examined(operation: Operation) -> dict[str, Any]:
 
 def _planned(operation: Operation) -> dict[str, Any]:
     """Describe ``GET /plan/<operation>``."""
-    fields = operation.request.model_json_schema(ref_template=REF.replace("{}", "{model}"))
-    said = {
-        name: f"{field.get('description', '')} Lists and objects are JSON text."
-        for name, field in fields["properties"].items()
+    fields = operation.request.model_json_schema()["properties"]
+    queried = [
+        parameter(name, "query", f"{field.get('description', '')} Lists and objects are JSON text.")
+        for name, field in fields.items()
         if name not in ("response", "stored", "store")
-    }
-    parameters = [*_query_parameters(said), *PARAMETERS]
-    return _examination(operation, _PLAN_STATUSES, parameters=parameters)
+    ]
+    return _examination(operation, _PLAN_STATUSES, parameters=[*queried, *PARAMETERS])
 
 
 def _layers() -> dict[str, Any]:
@@ -274,21 +270,18 @@ def _layers() -> dict[str, Any]:
             "content": {JSON: {"schema": {"type": "object"}}},
         },
         (400,),
-        parameters=_query_parameters(
-            {
-                "layer": "A layer in any notation; the answer has its sizes and all its notations.",
-                "batch": "Number of samples; overrides the layer's.",
-                "suite": "The name of a suite or network; the answer lists its layers.",
-            }
-        ),
+        parameters=[
+            parameter(
+                "layer",
+                "query",
+                "A layer in any notation; the answer has its sizes and all its notations.",
+            ),
+            parameter("batch", "query", "Number of samples; overrides the layer's."),
+            parameter(
+                "suite", "query", "The name of a suite or network; the answer lists its layers."
+            ),
+        ],
     )
-
-
-def _query_parameters(described: Mapping[str, str]) -> list[dict[str, Any]]:
-    return [
-        {"name": name, "in": "query", "description": text, "schema": {"type": "string"}}
-        for name, text in described.items()
-    ]
 
 
 def _stored_tensors() -> dict[str, Any]:
@@ -307,20 +300,15 @@ def _stored_tensors() -> dict[str, Any]:
         "required": ["tensors"],
     }
     tensor = {JSON: {"schema": {"$ref": REF.format("Tensor")}}, SAFETENSORS: BINARY, NPY: BINARY}
-    name = {
-        "name": "name",
-        "in": "path",
-        "required": True,
-        "description": "The tensor's name on the server.",
-        "schema": {"type": "string", "pattern": "^[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}$"},
-    }
-    time_to_live = {
-        "name": "X-Time-To-Live",
-        "in": "header",
-        "description": "Seconds since its last use after which it is deleted; at most the "
-        "server's own limit.",
-        "schema": {"type": "number", "exclusiveMinimum": 0},
-    }
+    pattern = "^[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}$"
+    name = parameter("name", "path", "The tensor's name on the server.", pattern=pattern)
+    time_to_live = parameter(
+        "X-Time-To-Live",
+        "header",
+        "Seconds since its last use after which it is deleted; at most the server's own limit.",
+        type="number",
+        exclusiveMinimum=0,
+    )
     all_tensors = operation("list_tensors", "List the stored tensors.", {JSON: {"schema": listed}})
     return {
         "/tensors": {"get": all_tensors},

@@ -156,22 +156,30 @@ def header(description: str, kind: str = "string") -> dict[str, Any]:
     return {"description": description, "schema": {"type": kind}}
 
 
+def parameter(name: str, where: str, description: str = "", **schema: Any) -> dict[str, Any]:
+    """Describe a parameter in the path, the query or a header: text, unless ``schema`` differs."""
+    found = {"name": name, "in": where, "schema": {"type": "string", **schema}}
+    more = {"description": description, "required": where == "path"}
+    return found | {key: value for key, value in more.items() if value}
+
+
 BINARY: dict[str, Any] = {"schema": {"type": "string", "format": "binary"}}
 ANSWER_HEADERS: dict[str, Any] = {
     "X-Request-Id": header("Names the request in the server's log."),
     "Server-Timing": header("Milliseconds spent in each stage."),
 }
 PARAMETERS: list[dict[str, Any]] = [
-    {
-        "name": "X-Request-Timeout",
-        "in": "header",
-        "description": "Seconds allowed for the request; at most the server's limit.",
-        "schema": {"type": "number", "exclusiveMinimum": 0},
-    },
-    {
-        "name": "X-Request-Id",
-        "in": "header",
-        "description": "The client's id for the request: 1 to 128 printable ASCII characters.",
-        "schema": {"type": "string", "maxLength": 128},
-    },
+    parameter(
+        "X-Request-Timeout",
+        "header",
+        "Seconds allowed for the request; at most the server's limit.",
+        type="number",
+        exclusiveMinimum=0,
+    ),
+    parameter(
+        "X-Request-Id",
+        "header",
+        "The client's id for the request: 1 to 128 printable ASCII characters.",
+        maxLength=128,
+    ),
 ]

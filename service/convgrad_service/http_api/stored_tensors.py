@@ -22,19 +22,16 @@ from convgrad_service.engine.memory.arena import Lease, leased
 from convgrad_service.engine.pipeline import Pipeline
 from convgrad_service.engine.scheduling.quotas import Ticket, acquired
 from convgrad_service.engine.shm.stored import TensorStore
-from convgrad_service.http_api.body import Body, BodyLimits, connection_of
-from convgrad_service.http_api.codecs import JSON, SAFETENSORS
-from convgrad_service.http_api.json_forms import described_tensor, parse_json_body
-from convgrad_service.http_api.middleware import context_of
-from convgrad_service.http_api.numpy_files import NPY, npy_content_type, npy_dtype
-from convgrad_service.http_api.transport import (
-    Chunk,
+from convgrad_service.http_api.body import Body, connection_of
+from convgrad_service.http_api.codecs import JSON, SAFETENSORS, described_tensor, parse_json_body
+from convgrad_service.http_api.content_types import (
     choose_accepted,
     match_content_type,
     refuse_encoded,
-    seconds_in,
-    send_chunks,
 )
+from convgrad_service.http_api.middleware import context_of
+from convgrad_service.http_api.numpy_files import NPY, npy_content_type, npy_dtype
+from convgrad_service.http_api.transport import Chunk, seconds_in, send_chunks
 from convgrad_service.problems.base import TensorSpec
 from convgrad_service.server.settings import Settings
 
@@ -87,13 +84,13 @@ class _StoredTensor:
             request.headers,
             context_of(request.scope),
         )
-        refuse_encoded(headers.get("content-encoding"))
+        refuse_encoded(headers.get("content-encoding", ""))
         content_type = headers.get("content-type")
         media_type = match_content_type(content_type, _MEDIA_TYPES)
         lives_s = seconds_in(headers.get("x-time-to-live"), "X-Time-To-Live")
         settings = self._settings
         max_bytes = settings.max_json_bytes if media_type == JSON else settings.max_body_bytes
-        body = Body.of(request, BodyLimits.of(settings, max_bytes, self._engine), context)
+        body = Body.of(request, context, settings, max_bytes, self._engine)
         async with acquired(self._engine, context.caller) as ticket:
             if media_type == JSON:
                 taken = self._from_json(body, ticket)

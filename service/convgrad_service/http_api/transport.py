@@ -1,13 +1,16 @@
-"""The base of all HTTP endpoints that compute: headers, disconnects, and sending of answers."""
+"""The endpoints that compute: a request's headers, its body, disconnects, and the answer.
+
+A body is a head, which is decoded to the request's fields, and the tensors' data: behind the head,
+or as text within it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import math
-import re
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl
 
@@ -15,25 +18,27 @@ import pybase64
 from starlette.types import Receive, Scope, Send
 
 from convgrad.contract import Operation
-from convgrad.errors import MalformedRequest, NotAcceptable, ServiceError, UnsupportedMediaType
+from convgrad.errors import MalformedRequest
 from convgrad_service.engine.admission import CancelScope, ClientGone, Deadline
+from convgrad_service.engine.execution import Execution, Result, Source
 from convgrad_service.engine.memory.arena import Lease
 from convgrad_service.engine.pipeline import Pipeline, Transport
 from convgrad_service.engine.request import SMALL_BYTES, ComputeRequest
-from convgrad_service.http_api.body import CONNECTION, Body, BodyLimits, Connection, connection_of
+from convgrad_service.http_api.body import CONNECTION, Body, Connection, Text, connection_of
+from convgrad_service.http_api.content_types import refuse_encoded
 from convgrad_service.http_api.middleware import context_of
 from convgrad_service.http_api.problem_details import Headers
 from convgrad_service.server.settings import Settings
 
 T = TypeVar("T")
-Wait = Callable[[Coroutine[Any, Any, int]], Awaitable[int]]
+HeadBytes = Callable[[Body], Awaitable[int]]
+"""Finds out where a body's head ends."""
+
 # Size of one write: large enough to be efficient, small enough that the protocol soon notices a
 # client that stops reading.
 _SEND_BYTES = 2**20
-_NAME = r"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
-_MEDIA_RANGE = re.compile(rf"\s*({_NAME})/({_NAME})\s*")
-_PARAMETER = re.compile(rf';\s*(?:({_NAME})\s*=\s*({_NAME}|"(?:[^"\\]|\\.)*"))?\s*')
-_MAX_RANGES = 64  # more than any client sends
+# Requests with longer heads are not cached.
+_MAX_KEY_BYTES = 4096
 
 
 class Endpoint:
@@ -54,19 +59,28 @@ class Endpoint:
             self._operation, self._pipeline, self._settings, scope, receive, send
         )
         try:
-            await self._pipeline.run(transport.request, transport)
-        except ServiceError as error:
-            await transport.fail(error)
+            await transport.run()
         finally:
             transport.close()
 
 
+@dataclass(frozen=True, slots=True)
+class Content:
+    """Where the tensors' data is: `Decoded.notes` of `HttpTransport`.
+
+    ``sources`` are those within the head. ``spans`` are the names and sizes in bytes of those
+    behind it, in their order. ``request`` is for subclasses.
+    """
+
+    sources: Mapping[str, Source] = field(default_factory=dict)
+    spans: Sequence[tuple[str, int]] = ()
+    request: Any = None
+
+
 class HttpTransport(Transport):
-    """One exchange. Subclasses decode the body and encode the answer."""
+    """One exchange. Subclasses decode the head and encode the answer."""
 
     streams = enforces_deadline = reads_query = False
-    body_lease: Lease | None = None
-    decodes_inline = True
 
     def __init__(
         self,
@@ -85,10 +99,14 @@ class HttpTransport(Transport):
         self._context = context = context_of(scope)
         self._connection: Connection | None = scope.get(CONNECTION)
         self._leaving: asyncio.Task[None] | None = None
-        self._received: Body | None = None
+        self.body: Body | None = None  # until `receive`
+        self.text = Text(memoryview(b""))
+        self.data_bytes: int | None = 0
+        """Bytes behind the head; None if not known yet."""
         length = headers.get(b"content-length")
         context.operation = operation.name
-        refuse_encoded(headers.get(b"content-encoding"))
+        if b"content-encoding" in headers:
+            refuse_encoded(headers[b"content-encoding"])
         if scope["query_string"] and not self.reads_query:
             _refuse_parameters(scope["query_string"], operation)
         allowed_s = seconds_in(headers.get(b"x-request-timeout"), "X-Request-Timeout")
@@ -103,21 +121,86 @@ class HttpTransport(Transport):
         )
         self.operation, self.owner = operation, context.owner
 
-    def body(self, max_bytes: int) -> Body:
-        """Return the request's body, of at most ``max_bytes``."""
-        limits = BodyLimits.of(self._settings, max_bytes, self.pipeline.engine)
-        length, connection = self.request.body_bytes, connection_of(self._scope)
-        self._received = Body(self._receive, length, limits, connection, self._context)
-        return self._received
+    async def run(self) -> None:
+        """Answer the request; raises as `Pipeline.run`."""
+        await self.pipeline.run(self.request, self)
+
+    async def receive(self, head_bytes: HeadBytes | None) -> Body:
+        """Receive the body's head and nothing behind it; without ``head_bytes``, all of it."""
+        settings, engine, length = self._settings, self.pipeline.engine, self.request.body_bytes
+        body = self.body = Body(
+            self._receive,
+            length,
+            settings,
+            settings.max_json_bytes if head_bytes is None else settings.max_body_bytes,
+            engine,
+            connection=connection_of(self._scope),
+            context=self._context,
+        )
+        if head_bytes is None:
+            self.text = await body.whole(engine)
+            return body
+        size = await head_bytes(body)
+        self.text = Text(memoryview(await body.at_least(size))[:size])
+        self.data_bytes = None if length is None else length - size
+        return body
+
+    def key(self) -> tuple[bytes, int] | None:
+        """Return a key of the head and the size of what is behind it; None if not to be cached."""
+        if self.data_bytes is None or len(self.text.data) > _MAX_KEY_BYTES:
+            return None
+        return bytes(self.text.data), self.data_bytes
+
+    @property
+    def body_lease(self) -> Lease | None:
+        return self.text.lease
+
+    @property
+    def decodes_inline(self) -> bool:
+        return len(self.text.data) <= SMALL_BYTES
+
+    def refuse_over_limit(self, content: Content) -> None:
+        """Raise PayloadTooLarge if a body whose length was not known is to be too long."""
+        if self.body is not None:
+            behind = sum(size for _, size in content.spans)
+            self.body.refuse_over_limit(len(self.text.data) + behind)
+
+    async def fill(self, execution: Execution) -> None:
+        content: Content = execution.notes
+        body, timings = self.body, self.request.timings
+        if content.sources:
+            with timings.stage("decode"):
+                await execution.fill(content.sources, body_lease=self.text.lease)
+        if body is not None and (content.spans or not body.ended):
+            views = execution.input_views()
+            targets = [views.get(name, size_bytes) for name, size_bytes in content.spans]
+            with timings.stage("receive"):
+                await body.into(targets, skip=len(self.text.data))
+        self.text.release()
 
     def watch(self, gone: Callable[[], None] | None) -> None:
         """See `Transport.watch`."""
         if self._connection is not None:
             self._connection.watch(gone)
-        elif gone is not None and self._received is not None and self._received.ended:
+        elif gone is not None and self.body is not None and self.body.ended:
             self._leaving = asyncio.ensure_future(self._left(gone))
         elif self._leaving is not None:
             self._leaving.cancel()
+
+    def encode(self, execution: Execution, result: Result) -> tuple[Headers, Sequence[Chunk]]:
+        """Return the answer's headers and body, which may refer to the outputs' memory."""
+        raise NotImplementedError
+
+    async def send(self, execution: Execution, result: Result) -> None:
+        outputs = execution.layout.outputs
+        held = sum(tensor.spec.size_bytes for tensor in outputs if tensor.offset is not None)
+        with self.request.timings.stage("encode"):
+            headers, chunks = await self.pipeline.in_thread(
+                lambda: self.encode(execution, result),
+                execution.lease,
+                inline=held <= SMALL_BYTES,
+            )
+        await self.respond(headers, chunks)
 
     async def respond(self, headers: Headers, chunks: Sequence[Chunk]) -> None:
         """Send a 200 with these headers and the chunks as its body."""
@@ -130,12 +213,9 @@ class HttpTransport(Transport):
             waiting=self._unless_gone,
         )
 
-    async def fail(self, error: ServiceError) -> None:
-        """Report an error to the client: raise it, unless the answer has begun."""
-        raise error
-
     def close(self) -> None:
         """Release the request's memory."""
+        self.text.release()
 
     async def _left(self, gone: Callable[[], None]) -> None:
         # After the whole body, the only message left is the disconnect.
@@ -159,6 +239,30 @@ def _headers(pairs: Iterable[tuple[bytes, bytes]]) -> dict[bytes, str]:
         text = value.decode("latin-1")
         headers[name] = f"{headers[name]},{text}" if name in headers else text
     return headers
+
+
+def _refuse_parameters(query: bytes, operation: Operation) -> None:
+    """Raise MalformedRequest if a query has a parameter that is read only from the body."""
+    names = {name for name, _ in parse_qsl(query.decode("latin-1"), keep_blank_values=True)}
+    if misplaced := names & operation.request.model_fields.keys():
+        raise MalformedRequest(
+            f'the query has "{min(misplaced)}"; {operation.name} reads its parameters from the body'
+        )
+
+
+def seconds_in(value: str | None, header: str) -> float | None:
+    """Return the seconds in the value of ``header``; raises MalformedRequest if it is invalid."""
+    if value is None:
+        return None
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = math.nan
+    if not (math.isfinite(seconds) and seconds > 0):
+        raise MalformedRequest(
+            f"{header} is {value[:64]!r}; expected a number of seconds above zero"
+        )
+    return seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,9 +302,9 @@ async def send_chunks(
     headers: Headers,
     chunks: Sequence[Chunk],
     *,
-    connection: Connection | None = None,
-    in_thread: Callable[[Callable[[], bytes]], Awaitable[bytes]] | None = None,
-    waiting: Wait | None = None,
+    connection: Connection | None,
+    in_thread: Callable[[Callable[[], bytes]], Awaitable[bytes]],
+    waiting: Callable[[Coroutine[Any, Any, int]], Awaitable[int]] | None = None,
 ) -> None:
     """Send a 200 with these headers, Content-Length, and the chunks as its body.
 
@@ -211,168 +315,26 @@ async def send_chunks(
     length = sum(len(chunk) for chunk in chunks)
     headers = [*headers, (b"content-length", str(length).encode())]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
-    if length <= SMALL_BYTES:
-        body = b"".join(_made(chunk) for chunk in chunks)
+    if length <= SMALL_BYTES:  # computed in one part, so that nothing of it is `Arriving`
+        made = (chunk.encoded() if isinstance(chunk, EncodedLater) else chunk for chunk in chunks)
+        body = b"".join(made)  # type: ignore[arg-type]
         await send({"type": "http.response.body", "body": body, "more_body": False})
         return
     with contextlib.nullcontext() if connection is None else connection.unbuffered():
         for chunk in chunks:
+            data: bytes | memoryview
             if isinstance(chunk, EncodedLater):
-                made = chunk.encoded() if in_thread is None else await in_thread(chunk.encoded)
-                await send({"type": "http.response.body", "body": made, "more_body": True})
-                continue
-            data = chunk.data if isinstance(chunk, Arriving) else memoryview(chunk).cast("B")
+                data = await in_thread(chunk.encoded)
+            else:
+                data = chunk.data if isinstance(chunk, Arriving) else memoryview(chunk).cast("B")
             at = 0
             while at < len(data):
-                end = len(data)
+                end = min(at + _SEND_BYTES, len(data))
                 if isinstance(chunk, Arriving):
                     coming = chunk.until(at + 1)
-                    end = await (coming if waiting is None else waiting(coming))
-                for part in _parts(data[at:end]):
-                    sent = bytes(part) if connection is None else part
-                    await send({"type": "http.response.body", "body": sent, "more_body": True})
+                    end = min(end, await (coming if waiting is None else waiting(coming)))
+                part = data[at:end] if connection is not None else bytes(data[at:end])
+                await send({"type": "http.response.body", "body": part, "more_body": True})
                 at = end
         # Unbuffered, so this waits until everything before it has been sent.
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-def _made(chunk: Chunk) -> bytes | memoryview:
-    if isinstance(chunk, Arriving):
-        raise TypeError("nothing small is sent before it is computed")
-    return chunk.encoded() if isinstance(chunk, EncodedLater) else chunk
-
-
-def _parts(view: memoryview) -> Iterable[memoryview]:
-    return (view[at : at + _SEND_BYTES] for at in range(0, len(view), _SEND_BYTES))
-
-
-def match_content_type(header: str | None, known: Sequence[str]) -> str:
-    """Return the one of ``known`` that a Content-Type names.
-
-    Parameters are ignored, but for a charset: text is read as UTF-8 and in no other encoding.
-
-    Raises
-    ------
-    UnsupportedMediaType
-        It names none, or is missing.
-    """
-    expected = " or ".join(known)
-    if header is None:
-        raise UnsupportedMediaType(f"the request has no Content-Type; expected {expected}")
-    parsed = _parse(header)
-    if parsed is None or parsed[0] not in known:
-        raise UnsupportedMediaType(f"the Content-Type is {header[:200]!r}; expected {expected}")
-    media_type, parameters = parsed
-    charset = parameters.get("charset", "utf-8").lower()
-    if charset not in ("utf-8", "utf8"):
-        raise UnsupportedMediaType(f"the charset is {charset[:64]!r}; expected utf-8")
-    return media_type
-
-
-def content_type_parameters(header: str) -> dict[str, str]:
-    """Return a Content-Type's parameters by lower-case name; none if it cannot be parsed."""
-    parsed = _parse(header)
-    return {} if parsed is None else parsed[1]
-
-
-def choose_accepted(header: str | None, known: Sequence[str], preferred: str) -> str:
-    """Return the one of ``known`` that an Accept header prefers; ``preferred`` wins a tie.
-
-    Each type gets the q of the most specific range that covers it (RFC 9110, 12.5.1); ranges that
-    cannot be read are skipped.
-
-    Raises
-    ------
-    NotAcceptable
-        None of them has a q above zero.
-    """
-    if header is None or not header.strip():
-        return preferred
-    ranges = [parsed for item in _split(header)[:_MAX_RANGES] if (parsed := _range(item))]
-    order = [preferred, *(media_type for media_type in known if media_type != preferred)]
-    # max() returns the first of equals, so the order decides ties.
-    best = max(order, key=lambda media_type: _quality(media_type, ranges))
-    if _quality(best, ranges) <= 0:
-        raise NotAcceptable(
-            f"Accept is {header[:200]!r}; this server answers with {' or '.join(known)}"
-        )
-    return best
-
-
-def refuse_encoded(content_encoding: str | None) -> None:
-    """Raise UnsupportedMediaType if the body has a Content-Encoding."""
-    encoding = (content_encoding or "identity").strip().lower()
-    if encoding not in ("", "identity"):
-        raise UnsupportedMediaType(
-            f"the Content-Encoding is {encoding[:64]!r}; expected the body as it is (identity)"
-        )
-
-
-def _refuse_parameters(query: bytes, operation: Operation) -> None:
-    """Raise MalformedRequest if a query has a parameter that is read only from the body."""
-    names = {name for name, _ in parse_qsl(query.decode("latin-1"), keep_blank_values=True)}
-    if misplaced := names & operation.request.model_fields.keys():
-        raise MalformedRequest(
-            f'the query has "{min(misplaced)}"; {operation.name} reads its parameters from the body'
-        )
-
-
-def seconds_in(value: str | None, header: str) -> float | None:
-    """Return the seconds in the value of ``header``; raises MalformedRequest if it is invalid."""
-    if value is None:
-        return None
-    try:
-        seconds = float(value)
-    except ValueError:
-        seconds = math.nan
-    if not (math.isfinite(seconds) and seconds > 0):
-        raise MalformedRequest(
-            f"{header} is {value[:64]!r}; expected a number of seconds above zero"
-        )
-    return seconds
-
-
-def _quality(media_type: str, ranges: Sequence[tuple[str, float]]) -> float:
-    candidates = (media_type, f"{media_type.partition('/')[0]}/*", "*/*")
-    for candidate in candidates:
-        qualities = [quality for name, quality in ranges if name == candidate]
-        if qualities:
-            return max(qualities)
-    return 0.0
-
-
-def _range(item: str) -> tuple[str, float] | None:
-    parsed = _parse(item)
-    if parsed is None:
-        return None
-    name, parameters = parsed
-    try:
-        quality = float(parameters.get("q", "1"))
-    except ValueError:
-        return None
-    return (name, quality) if 0 <= quality <= 1 else None
-
-
-def _parse(text: str) -> tuple[str, dict[str, str]] | None:
-    head = _MEDIA_RANGE.match(text)
-    if head is None:
-        return None
-    parameters = {}
-    at = head.end()
-    while at < len(text):
-        parameter = _PARAMETER.match(text, at)
-        if parameter is None:
-            return None
-        at = parameter.end()
-        if parameter[1]:
-            parameters[parameter[1].lower()] = _unquoted(parameter[2])
-    return f"{head[1]}/{head[2]}".lower(), parameters
-
-
-def _unquoted(value: str) -> str:
-    return re.sub(r"\\(.)", r"\1", value[1:-1]) if value.startswith('"') else value
-
-
-def _split(header: str) -> list[str]:
-    # Split at commas outside of quoted strings.
-    return [item for item in re.findall(r'(?:[^,"]|"(?:[^"\\]|\\.)*")+', header) if item.strip()]

@@ -8,8 +8,7 @@ Long lists of numbers are parsed later, in blocks.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -22,8 +21,9 @@ from convgrad.wire import strict_json
 from convgrad.wire.json_values import array_from_values, values_from_array
 from convgrad.wire.sentences import shown
 from convgrad.wire.shapes import checked_shape, data_view, dtype_of, reshaped
+from convgrad.wire.strict_json import dumps
 from convgrad_service.engine.execution import Filler
-from convgrad_service.long_json import LongValues, blocks_of, dumps
+from convgrad_service.long_json import LongValues, blocks_of
 from convgrad_service.oip.fields import VERSION, operation_named
 from convgrad_service.oip.request import (
     IN_JSON,
@@ -31,6 +31,7 @@ from convgrad_service.oip.request import (
     InferOutput,
     InferRequest,
     Span,
+    checked,
     dtype_named,
     input_region,
     known_keys,
@@ -203,9 +204,8 @@ def _numbers(data: Any, dtype: DType, shape: tuple[int, ...], name: str) -> NDAr
     if isinstance(data, _NumberList):
         data.check(shape, name=name)
         return partial(data.fill, dtype=dtype, name=name)
-    if not isinstance(data, list):
-        raise MalformedRequest(f"{name}: expected data to be a list, got {shown(data)}")
-    array = array_from_values(data, dtype, name=name)
+    numbers = checked(data, list, f"{name}: expected data to be a list")
+    array = array_from_values(numbers, dtype, name=name)
     if array.shape != shape and array.shape != (math.prod(shape),):
         raise MalformedRequest(
             f"{name}: data has the shape {shown(array.shape)}; expected {shown(shape)}, or all "
@@ -220,38 +220,24 @@ def _output(item: Mapping[str, Any], binary_by_default: bool) -> InferOutput:
     parameters = _object(item.get("parameters", {}), f"{name}: parameters")
     region = output_region(parameters, name)
     binary = parameters.get("binary_data", binary_by_default)
-    if not isinstance(binary, bool):
-        raise MalformedRequest(f"{name}: expected binary_data to be a bool, got {shown(binary)}")
+    checked(binary, bool, f"{name}: expected binary_data to be a bool")
     # Triton's client sends binary_data: false together with a region.
     if region is not None and parameters.get("binary_data"):
         raise MalformedRequest(f"{name}: expected binary_data or shared_memory_region, got both")
     return InferOutput(name, binary, region)
 
 
-def _objects(value: Any, what: str) -> list[Mapping[str, Any]]:
-    if not isinstance(value, list):
-        raise MalformedRequest(f"{what}: expected a list of objects, got {shown(value)}")
-    return [_object(item, f"an item of {what}") for item in value]
+def _objects(value: Any, what: str) -> list[dict[str, Any]]:
+    items = checked(value, list, f"{what}: expected a list of objects")
+    return [_object(item, f"an item of {what}") for item in items]
 
 
-def _object(value: Any, what: str) -> Mapping[str, Any]:
-    if not isinstance(value, dict):
-        raise MalformedRequest(f"{what}: expected an object, got {shown(value)}")
-    return value
+def _object(value: Any, what: str) -> dict[str, Any]:
+    return checked(value, dict, f"{what}: expected an object")
 
 
 def _string(value: Any, what: str) -> str:
-    if not isinstance(value, str):
-        raise MalformedRequest(f"{what}: expected a string, got {shown(value)}")
-    return value
-
-
-@dataclass(frozen=True, slots=True)
-class HttpAnswer:
-    """A body in ``chunks``. The first ``header_bytes`` are JSON; None if everything is."""
-
-    chunks: list[bytes | memoryview]
-    header_bytes: int | None
+    return checked(value, str, f"{what}: expected a string")
 
 
 def refuse_in_json(request: InferRequest, problem: Problem) -> None:
@@ -282,51 +268,35 @@ def refuse_in_json(request: InferRequest, problem: Problem) -> None:
 
 def encode_answer(
     request: InferRequest, outputs: Mapping[str, NDArray[Any]], report: Report
-) -> HttpAnswer:
-    """Encode the answer to ``request``; its binary data are views of the arrays.
+) -> tuple[bytes, *tuple[memoryview, ...]]:
+    """Return the JSON of the answer to ``request``, and its binary data as views of the arrays.
 
     The elements of outputs in shared memory or in the tensor store are not read.
     """
-    described: list[dict[str, Any]] = []
+    described: list[bytes] = []
     binary: list[memoryview] = []
-    numbers: dict[int, NDArray[Any]] = {}
     for name, array in request.answer_outputs(outputs).items():
-        dtype: DType = dtype_of(array)
         tensor: dict[str, Any] = {
             "name": name,
-            "datatype": protocol_name(dtype),
+            "datatype": protocol_name(dtype_of(array)),
             "shape": list(array.shape),
         }
+        numbers: Iterable[bytes] = ()
         if name in request.store:
             tensor["parameters"] = {"stored": request.store[name]}
         elif request.sends(name) and request.wants_binary(name):
-            data = data_view(array)
-            tensor["parameters"] = {"binary_data_size": len(data)}
-            binary.append(data)
+            binary.append(data_view(array))
+            tensor["parameters"] = {"binary_data_size": len(binary[-1])}
         elif request.sends(name):
-            numbers[len(described)] = array
+            numbers = blocks_of(values_from_array(array.reshape(-1)))
         # In shared memory: no parameters, as Triton, whose clients would expect binary data.
-        described.append(tensor)
-    head: dict[str, Any] = {"id": request.id} if request.id else {}
-    head["model_name"] = request.operation.name
-    head["model_version"] = VERSION
-    head["parameters"] = report.model_dump()
-    text = b"".join(_text(head, described, numbers))
-    return HttpAnswer([text, *binary], len(text) if binary else None)
-
-
-def _text(
-    head: Mapping[str, Any], described: list[dict[str, Any]], numbers: Mapping[int, NDArray[Any]]
-) -> Iterator[bytes]:
-    """Yield the JSON of the answer."""
-    yield dumps(head)[:-1] + b',"outputs":['
-    for index, tensor in enumerate(described):
-        yield b"," if index else b""
         text = dumps(tensor)
-        if index not in numbers:
-            yield text
-        else:
-            yield text[:-1] + b',"data":'
-            yield from blocks_of(values_from_array(numbers[index].reshape(-1)))
-            yield b"}"
-    yield b"]}"
+        described.append(b"".join((text[:-1], b',"data":', *numbers, b"}")) if numbers else text)
+    head: dict[str, Any] = {"id": request.id} if request.id else {}
+    head |= {
+        "model_name": request.operation.name,
+        "model_version": VERSION,
+        "parameters": report.model_dump(),
+    }
+    text = dumps(head)[:-1] + b',"outputs":[' + b",".join(described) + b"]}"
+    return text, *binary

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from numpy.typing import NDArray
 
@@ -22,6 +22,7 @@ from convgrad.wire import strict_json
 from convgrad.wire.sentences import shown
 from convgrad_service.engine.execution import Filler
 
+T = TypeVar("T")
 _NAMES = {
     DType.FLOAT16: "FP16",
     DType.BFLOAT16: "BF16",
@@ -260,12 +261,14 @@ class InferRequest:
                 "in_parts: only ModelStreamInfer can answer in several responses"
             )
 
+    def output(self, name: str) -> InferOutput:
+        """Return how an output is requested, or else would be by default."""
+        by_default = InferOutput(name, self.binary_by_default)
+        return next((wanted for wanted in self.outputs if wanted.name == name), by_default)
+
     def wants_binary(self, output: str) -> bool:
         """Whether ``output`` is to be sent as raw bytes."""
-        for wanted in self.outputs:
-            if wanted.name == output:
-                return wanted.binary
-        return self.binary_by_default
+        return self.output(output).binary
 
     @property
     def store(self) -> Mapping[str, str]:
@@ -292,14 +295,7 @@ class InferRequest:
 
     def sends(self, output: str) -> bool:
         """Whether the answer contains the elements of ``output``."""
-        return output not in self.store and self.region_of(output) is None
-
-    def region_of(self, output: str) -> Region | None:
-        """Return the shared-memory region that ``output`` is to be written to, or None."""
-        for wanted in self.outputs:
-            if wanted.name == output:
-                return wanted.region
-        return None
+        return output not in self.store and self.output(output).region is None
 
 
 def _check_names(names: list[str], known: tuple[str, ...], what: str, operation: Operation) -> None:
@@ -336,11 +332,16 @@ def _region(parameters: Mapping[str, Any], tensor: str, known: tuple[str, ...]) 
     known_keys(parameters, known, f"parameters of {shown(tensor)}")
     if not any(key in parameters for key in _KEYS):
         return None
-    name = parameters.get(_REGION)
-    if not isinstance(name, str):
-        raise MalformedRequest(f"{tensor}: expected {_REGION} to be a string, got {shown(name)}")
+    name = checked(parameters.get(_REGION), str, f"{tensor}: expected {_REGION} to be a string")
     size_bytes = size_of(parameters.get(_SIZE), f"{tensor}: {_SIZE}")
     return Region(name, size_of(parameters.get(_OFFSET, 0), f"{tensor}: {_OFFSET}"), size_bytes)
+
+
+def checked(value: Any, kind: type[T], expected: str) -> T:
+    """Return ``value`` if it is of this kind; else raise MalformedRequest."""
+    if not isinstance(value, kind):
+        raise MalformedRequest(f"{expected}, got {shown(value)}")
+    return value
 
 
 def size_of(value: Any, what: str) -> int:

@@ -14,10 +14,12 @@ from convgrad_service.engine.admission import ClientGone
 from convgrad_service.engine.embedded import embedded_hub
 from convgrad_service.engine.hub import Hub
 from convgrad_service.engine.options import EngineOptions
-from convgrad_service.http_api.body import Body, BodyLimits
+from convgrad_service.http_api.body import Body
+from convgrad_service.server.settings import Settings
 from tests.support.fake_backends import Zeros
 
 KiB = 1024
+SETTINGS = Settings(body_idle_timeout_s=1.0, min_body_bytes_per_s=1.0)
 LONG = [bytes([i]) * 7770 for i in range(100)]
 
 
@@ -39,7 +41,7 @@ def taking(
         return {"type": "http.request", "body": part, "more_body": bool(left) or gone}
 
     async def scenario() -> Any:
-        return await take(Body(receive, length, BodyLimits(max_bytes, 1.0, 1.0)))
+        return await take(Body(receive, length, SETTINGS, max_bytes))
 
     return asyncio.run(scenario())
 

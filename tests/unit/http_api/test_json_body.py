@@ -17,7 +17,7 @@ from convgrad.contract import OPERATIONS, Report, validate
 from convgrad.errors import MalformedRequest, ProblemTooLarge
 from convgrad.wire.json_tensors import Form, decode_tensor, encode_tensor
 from convgrad_service import long_json
-from convgrad_service.http_api.json_forms import refuse_endless_values
+from convgrad_service.http_api.codecs import refuse_endless_values
 from convgrad_service.long_json import LongValues
 from tests.support.json_bodies import decode_json_request, encode_json_answer
 
@@ -206,7 +206,7 @@ def test_an_answer_is_what_the_client_reads(form: Form, dtype: str) -> None:
 def test_values_are_written_in_blocks_as_in_one(shape: list[int], at_once: int) -> None:
     array = np.arange(np.prod(shape, dtype=int), dtype=np.float32).reshape(shape)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(long_json, "_NUMBERS_AT_ONCE", at_once)
+        patch.setattr(long_json, "NUMBERS_AT_ONCE", at_once)
         answer = json.loads(b"".join(encode_json_answer({"output": array}, REPORT, "values")))
     assert answer["output"] == {"values": array.tolist(), "dtype": "float32"}
 

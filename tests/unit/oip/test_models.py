@@ -105,10 +105,8 @@ def test_answers_with_numbers_and_binary_data() -> None:
         InferOutput("grad_input", False),
         InferOutput("grad_bias", False),
     ]
-    answer = encode_answer(request(*wanted, binary=False), OUTPUTS, REPORT)
-    whole = b"".join(bytes(chunk) for chunk in answer.chunks)
-    assert answer.header_bytes is not None
-    head = json.loads(whole[: answer.header_bytes])
+    text, *binary = encode_answer(request(*wanted, binary=False), OUTPUTS, REPORT)
+    head = json.loads(text)
     assert head["id"] == "7"
     assert (head["model_name"], head["model_version"]) == ("conv_backward", "1")
     assert head["parameters"]["kernel"] == "k"
@@ -116,17 +114,16 @@ def test_answers_with_numbers_and_binary_data() -> None:
     assert weight["name"] == "grad_weight"
     assert (weight["datatype"], weight["shape"]) == ("BF16", [2, 2])
     assert weight["parameters"] == {"binary_data_size": 8}
-    assert whole[answer.header_bytes :] == OUTPUTS["grad_weight"].tobytes()
+    assert b"".join(binary) == OUTPUTS["grad_weight"].tobytes()
     assert grad_input["data"] == [1.5, "NaN", "-Infinity", float(np.float32(0.1))]
     assert bias["data"] == list(range(9000))
 
 
 def test_answers_without_binary_data_are_json_alone() -> None:
-    answer = encode_answer(request(binary=False), {"grad_bias": OUTPUTS["grad_bias"]}, REPORT)
-    assert answer.header_bytes is None
-    assert json.loads(b"".join(answer.chunks))["outputs"][0]["shape"] == [9000]
-    empty = encode_answer(request(binary=False), {"grad_bias": np.empty(0, np.int32)}, REPORT)
-    assert json.loads(b"".join(empty.chunks))["outputs"][0]["data"] == []
+    (text,) = encode_answer(request(binary=False), {"grad_bias": OUTPUTS["grad_bias"]}, REPORT)
+    assert json.loads(text)["outputs"][0]["shape"] == [9000]
+    (empty,) = encode_answer(request(binary=False), {"grad_bias": np.empty(0, np.int32)}, REPORT)
+    assert json.loads(empty)["outputs"][0]["data"] == []
 
 
 def problem(dtype: Any, size: int) -> Any:

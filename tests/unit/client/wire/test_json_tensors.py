@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from convgrad.errors import MalformedRequest
 from convgrad.wire.json_tensors import Form, decode_tensor, encode_tensor
-from convgrad_service.http_api.json_forms import b64decode
+from convgrad_service.http_api.long_base64 import b64decode
 
 DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64, np.int32, np.int64]
 FORMS: list[Form] = ["npy", "data", "values"]

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from convgrad.errors import NotAcceptable, UnsupportedMediaType
-from convgrad_service.http_api.transport import choose_accepted, match_content_type
+from convgrad_service.http_api.content_types import choose_accepted, match_content_type
 
 KNOWN = ("application/json", "application/vnd.safetensors")
 JSON, BINARY = KNOWN
