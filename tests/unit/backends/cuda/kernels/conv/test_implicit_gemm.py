@@ -133,8 +133,10 @@ def test_small_layers_take_it_and_large_ones_do_not() -> None:
     small, large = pointwise(1, (162, 962), 7, "bwd_weight"), pointwise(64, (1024, 1024), 28)
     assert choose(FAMILIES.bwd_weight, small, H200).family == "implicit_gemm"
     assert choose(FAMILIES.fwd, large, H200).family != "implicit_gemm"
-    wide = replace(small, dtype=DType.FLOAT32, result_dtype=DType.FLOAT32, precision="high")
-    assert choose(FAMILIES.bwd_weight, wide, H200).family != "implicit_gemm"
+    tf32 = replace(small, dtype=DType.FLOAT32, result_dtype=DType.FLOAT32, precision="high")
+    assert choose(FAMILIES.bwd_weight, tf32, H200).family == "implicit_gemm"
+    exact = replace(tf32, precision="highest")
+    assert choose(FAMILIES.bwd_weight, exact, H200).family != "implicit_gemm"
 
 
 def test_random_layers_are_of_their_seed() -> None:
