@@ -11,6 +11,7 @@ from math import prod
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.grouped.grouped_box import (
     MOST_BOX,
+    MOST_STEP,
     LatticeAxis,
     Size4,
     candidate_tiles,
@@ -39,7 +40,10 @@ __all__ = ["HALF_ITEMS", "ITEMS", "SMALL", "Item", "Parts", "Share", "shares_of"
 
 MOST_PIXELS = 512
 STAGES, ENGINE_STAGES = (4, 3, 2), (8, 6, 4, 3, 2)
-ALIGNMENT, ROW_BYTES, STATIC_BYTES = 128, 16, 1024
+ALIGNMENT, ENGINE_ALIGNMENT, ROW_BYTES, STATIC_BYTES = 128, 1024, 16, 1024
+MOST_CLUSTER = 8
+SWIZZLED = (2, 4, 8)
+"""Chunks of a pixel that the copy engine swizzles."""
 PLACES = (64, 128, 256, MOST_PIXELS)
 """Limits of size classes, in pixels: the best tile of each class is a candidate."""
 
@@ -108,8 +112,8 @@ class Share:
         Merges.
     item : Item
         Warp tiles.
-    apart : bool
-        Whether a block has the taps of one position along D and H, instead of all taps.
+    level : int
+        Dimensions (D, then H) of whose taps a block has one position.
     stages : int
         Boxes in shared memory.
     splits : int
@@ -119,27 +123,38 @@ class Share:
     tile: Size4
     slice: int
     item: Item
-    apart: bool
+    level: int
     stages: int
     splits: int
+    in_cluster: bool = False
 
 
 class Parts:
     """What all shares of a work with the same warp tiles, and the same taps in a block, share."""
 
-    def __init__(
-        self, work: ConvWork, item: Item, apart: bool = False, engine: bool = False
-    ) -> None:
-        self.work, self.apart, self.engine = work, apart, engine
+    def __init__(self, work: ConvWork, item: Item, level: int = 0, engine: bool = False) -> None:
+        self.work, self.level, self.engine = work, level, engine
+        self.swizzles = engine and work.dtype.itemsize == 2
+        self.alignment = ENGINE_ALIGNMENT if engine else ALIGNMENT
         self.merge: Merge = merge_of(work)
-        self.planes = work.kernel[0] * work.kernel[1] if apart else 1
-        self.kernel = (1, 1, work.kernel[2]) if apart else work.kernel
+        self.planes = prod(work.kernel[:level])
+        self.kernel = (*(1,) * level, *work.kernel[level:])
         columns = ceil_div(self.merge.out_channels, 8)
         forward = replace(work, direction="fwd")
         self.axes: list[LatticeAxis] = [lattice_axis(forward, dim) for dim in range(3)]
         self.phases = prod(len(axis.phases) for axis in self.axes)
         self.counts = [axis.count for axis in self.axes]
         self.lattices = [axis.lattice for axis in self.axes]
+        # Along W, a sub-box of x has every `sub_step`-th column.
+        step, tap = self.axes[2].x_step, self.axes[2].x_tap
+        strided = self.swizzles and self.lattices[2] * step <= MOST_STEP
+        self.sub_step = step if strided else 1
+        shifts, residues = zip(
+            *(divmod(s * tap, self.sub_step) for s in range(self.kernel[2])), strict=True
+        )
+        self.most_shift, self.sub_boxes = max(shifts), max(residues) + 1
+        self.x_step = self.axes[0].x_step, self.axes[1].x_step, step // self.sub_step
+        self.x_steps = (*self.lattices[:2], self.lattices[2] * self.sub_step)
         self.y_steps = [axis.axis.y_step for axis in self.axes]
         self.item = item
         self.column_blocks = ceil_div(columns, self.item.columns)
@@ -154,21 +169,31 @@ class Parts:
         return self.row_blocks * self.column_blocks
 
     def extents(self, tile: Size4) -> Size4:
-        """Return the extents of a tile's box of the input."""
-        taps = (1, 1, None) if self.apart else (None, None, None)
-        d, h, w = (
+        """Return the extents of a tile's box, or sub-box, of the input."""
+        d, h = (
             axis.extent(size, most)
-            for axis, size, most in zip(self.axes, tile[1:], taps, strict=True)
+            for axis, size, most in zip(self.axes[:2], tile[1:3], self.kernel[:2], strict=True)
         )
-        return tile[0], d, h, w
+        return tile[0], d, h, (tile[3] - 1) * self.x_step[2] + self.most_shift + 1
 
     def boxes(self, tile: Size4) -> int:
         """Return the number of boxes of a tile."""
         return self.phases * prod(tiles_of(self.work, self.axes, tile))
 
+    def pitch(self, chunks: int) -> tuple[int, int]:
+        """Return the pitch of pixels in bytes, and its bits of addresses that are swizzled.
+
+        It avoids bank conflicts between the chunks of eight pixels or, for 32-bit types, between
+        eight words of four pixels."""
+        if self.swizzles and chunks in SWIZZLED:
+            return chunks * CHUNK_BYTES, (chunks - 1) * CHUNK_BYTES
+        if self.work.dtype.itemsize == 2:
+            return odd_chunks(chunks), 0
+        return (chunks + (2 - chunks) % 4) * CHUNK_BYTES, 0
+
     def _is_copied(self, tile: Size4) -> bool:
         """Whether the copy engine takes the tile's boxes."""
-        boxes = (self.extents(tile), self.lattices), (tile, self.y_steps)
+        boxes = (self.extents(tile), self.x_steps), (tile, self.y_steps)
         return all(why_not_copied(*box, 0) is None for box in boxes)
 
     def best_tiles(self) -> list[Size4]:
@@ -181,7 +206,8 @@ class Parts:
                 continue
             place = next(i for i, most in enumerate(PLACES) if pixels <= most)
             copied = (
-                prod(self.extents(tile)) * self.merge.in_chunks + pixels * self.merge.out_chunks
+                self.sub_boxes * prod(self.extents(tile)) * self.merge.in_chunks
+                + pixels * self.merge.out_chunks
             )
             multiplied = ceil_div(pixels, self.depth) * self.depth * self.items
             found[place].append((self.boxes(tile) * (2 * copied + multiplied), tile))
@@ -195,22 +221,25 @@ class Block:
         work, merge, item = parts.work, parts.merge, parts.item
         pixels = prod(tile)
         self.x_extent = parts.extents(tile)
-        self.x_pitch = _pitch(merge.in_chunks * slice_, work.dtype)
-        self.y_pitch = _pitch(merge.out_chunks * slice_, work.dtype)
+        self.x_pitch, self.x_swizzle = parts.pitch(merge.in_chunks * slice_)
+        self.y_pitch, self.y_swizzle = parts.pitch(merge.out_chunks * slice_)
         self.steps = ceil_div(pixels, parts.depth)
         x_pixels = prod(self.x_extent)
+        self.sub_bytes = aligned(x_pixels * self.x_pitch, parts.alignment)
+        self.y_at, x_pixels = parts.sub_boxes * self.sub_bytes, parts.sub_boxes * x_pixels
         self.box_bytes = x_pixels * self.x_pitch + pixels * self.y_pitch
         self.pixels = x_pixels + pixels
-        self.y_at = aligned(x_pixels * self.x_pitch, ALIGNMENT)
         # A column of 8 may extend past the last channel of the last pixel.
         y_bytes = self.steps * parts.depth * self.y_pitch + CHUNK_BYTES * 8
-        self.stage_bytes = self.y_at + aligned(y_bytes, ALIGNMENT)
+        self.stage_bytes = self.y_at + aligned(y_bytes, parts.alignment)
+        self.alignment = parts.alignment
         items = slice_ * parts.items
         self.item_groups = ceil_div(items, item.warps)
         self.items = ceil_div(items, self.item_groups)
         self.grid = ceil_div(merge.count, slice_), self.item_groups * parts.planes
         self.k_splits = item.warps // self.items
         self.slab_bytes = item.warps * item.slab_bytes
+        self.item_sums, self.warps = item.sums, item.warps
 
         self.row_bytes = parts.row_blocks * item.rows * 16 * ROW_BYTES
 
@@ -220,19 +249,19 @@ class Block:
     def sources_at(self, stages: int) -> int:
         return self.rows_at(stages) + self.row_bytes
 
-    def total_bytes(self, stages: int) -> int:
-        return self.sources_at(stages) + self.steps * PIXELS_A_STEP * 4 + ALIGNMENT
+    def received_at(self, stages: int) -> int:
+        return aligned(self.sources_at(stages) + self.steps * PIXELS_A_STEP * 4, ALIGNMENT)
+
+    def total_bytes(self, stages: int, cluster: int = 0) -> int:
+        """``cluster`` is the number of its blocks, or 0."""
+        received = 0
+        if cluster:
+            turns = ceil_div(self.item_sums // 4, self.k_splits * 32 * cluster)
+            received = turns * cluster * self.warps * 32 * CHUNK_BYTES
+        return self.received_at(stages) + received + self.alignment
 
 
 PIXELS_A_STEP = 16
-
-
-def _pitch(chunks: int, dtype: DType) -> int:
-    """Return the pitch of pixels in bytes, which avoids bank conflicts between the chunks of eight
-    pixels or, for 32-bit types, between eight words of four pixels."""
-    if dtype.itemsize == 2:
-        return odd_chunks(chunks)
-    return (chunks + (2 - chunks) % 4) * CHUNK_BYTES
 
 
 @lru_cache(maxsize=32)
@@ -246,10 +275,11 @@ def _shares_of(work: ConvWork, device: CudaDevice, engine: bool) -> Iterator[tup
         operand.strides[1] == channels
         for operand, channels in ((work.x, work.in_channels), (work.y, work.out_channels))
     )
-    for apart in (False, True) if prod(work.kernel[:2]) > 1 else (False,):
+    levels = {prod(work.kernel[:level]): level for level in (2, 1, 0)}
+    for level in sorted(levels.values()):
         tiles: list[Size4] = []
-        for item in items_of(work, apart):
-            parts = Parts(work, item, apart, engine)
+        for item in items_of(work, level):
+            parts = Parts(work, item, level, engine)
             tiles = tiles or parts.best_tiles()
             for slice_, tile in product(slices_of(parts.merge, together), tiles):
                 block = Block(parts, tile, slice_)
@@ -260,17 +290,32 @@ def _shares_of(work: ConvWork, device: CudaDevice, engine: bool) -> Iterator[tup
                 for stages, resident in _stages(parts, block, device):
                     at_once = device.multiprocessors * resident
                     for splits in splits_of(work, columns, sums, boxes, at_once):
-                        expected = _expected_s(parts, block, boxes, resident, splits, device)
-                        yield expected, Share(tile, slice_, item, apart, stages, splits)
+                        share = Share(tile, slice_, item, level, stages, splits)
+                        yield time_of(parts, block, share, device), share
+                        clustered = _in_cluster(parts, block, share, device)
+                        if clustered is not None:
+                            yield time_of(parts, block, clustered, device), clustered
 
 
-def items_of(work: ConvWork, apart: bool) -> list[Item]:
+def _in_cluster(
+    parts: Parts, block: Block, share: Share, device: CudaDevice
+) -> Share | None:
+    """Return the share with the splits of a slice in a cluster, if they can be."""
+    if not parts.engine or not 1 < share.splits <= MOST_CLUSTER:
+        return None
+    room = device.shared_bytes_per_block - STATIC_BYTES
+    fitting = (n for n in ENGINE_STAGES if block.total_bytes(n, share.splits) <= room)
+    stages = next((n for n in fitting if n <= share.stages), None)
+    return None if stages is None else replace(share, stages=stages, in_cluster=True)
+
+
+def items_of(work: ConvWork, level: int) -> list[Item]:
     """Return the warp tiles to compare: one of each height, of the best width."""
     merge = merge_of(work)
     columns, half = ceil_div(merge.out_channels, 8), work.dtype.itemsize == 2
     axes = [lattice_axis(replace(work, direction="fwd"), dim) for dim in (1, 2)]
     near = work.kernel == (1, 3, 3) and all(axis.x_step == axis.x_tap == 1 for axis in axes)
-    if near and half and not apart and columns == merge.in_chunks == 1:
+    if near and half and level == 0 and columns == merge.in_chunks == 1:
         return [SMALL]
     found: dict[int, Item] = {}
     for item in HALF_ITEMS if half else ITEMS:
@@ -287,20 +332,14 @@ def _stages(parts: Parts, block: Block, device: CudaDevice) -> Iterator[tuple[in
     seen: set[int] = set()
     for stages in ENGINE_STAGES if parts.engine else STAGES:
         if block.total_bytes(stages) <= device.shared_bytes_per_block - STATIC_BYTES:
-            resident = _resident(parts, block, stages, device)
+            resident = _resident(parts, block.total_bytes(stages), device)
             if resident not in seen:
                 seen.add(resident)
                 yield stages, resident
 
 
-def _resident(parts: Parts, block: Block, stages: int, device: CudaDevice) -> int:
-    return max(1, min(parts.item.blocks, device.fitting_blocks(block.total_bytes(stages))))
-
-
-def time_of(parts: Parts, block: Block, share: Share, device: CudaDevice) -> float:
-    """Return the expected time of a share, in seconds."""
-    resident = _resident(parts, block, share.stages, device)
-    return _expected_s(parts, block, parts.boxes(share.tile), resident, share.splits, device)
+def _resident(parts: Parts, shared_bytes: int, device: CudaDevice) -> int:
+    return max(1, min(parts.item.blocks, device.fitting_blocks(shared_bytes)))
 
 
 # Cost model, in microseconds on an H200: of a launch; of a block, or of several that run on one SM
@@ -313,16 +352,24 @@ def time_of(parts: Parts, block: Block, share: Share, device: CudaDevice) -> flo
 LAUNCH_US, BLOCKS_US, BOX_US, PIXEL_US, COPIED_US = 3.7, 1.55, 0.071, 1.24e-3, 1.76e-5
 STEP_US, PRODUCT_US, EXACT_STEP_US, EXACT_US, EXACT_SM_US = 0.072, 4.4e-3, 0.3, 0.039, 5.3e-3
 MEMORY_US, SLAB_US, SUM_US, MEET_US, PARTIAL_US = 3.35e-7, 1.3e-5, 5.1e-5, 3.5, 4.3e-5
+CLUSTER_US, RECEIVED_US = 0.55, 1.75e-5
+CLUSTER_SMS = 16
+"""SMs, of 17, among which a cluster lies; 30 clusters of four and 15 of eight run at once."""
 PLANES = 1.4
 """With taps along D. Four such layers took 1.33 to 1.79 times what the model expects."""
 
 
-def _expected_s(
-    parts: Parts, block: Block, boxes: int, resident: int, splits: int, device: CudaDevice
-) -> float:
-    item = parts.item
-    each = ceil_div(prod(block.grid) * splits, device.multiprocessors)
-    waves, turns = ceil_div(each, resident), ceil_div(boxes, splits)
+def time_of(parts: Parts, block: Block, share: Share, device: CudaDevice) -> float:
+    """Return the expected time of a share, in seconds."""
+    item, splits = parts.item, share.splits
+    shared_bytes = block.total_bytes(share.stages, splits if share.in_cluster else 0)
+    resident, sms = _resident(parts, shared_bytes, device), device.multiprocessors
+    if share.in_cluster:
+        # An SM that holds more than one block holds those of more clusters.
+        clusters = sms * (CLUSTER_SMS * resident // splits) // (CLUSTER_SMS + 1)
+        sms = max(1, clusters * splits // resident)
+    each = ceil_div(prod(block.grid) * splits, sms)
+    waves, turns = ceil_div(each, resident), ceil_div(parts.boxes(share.tile), splits)
     copied = each * turns * (block.pixels * PIXEL_US + block.box_bytes * COPIED_US)
     steps = ceil_div(block.steps, block.k_splits)
     products = item.rows * item.columns
@@ -335,7 +382,10 @@ def _expected_s(
     loop: float = (copied**3 + in_warp**3 + in_sm**3 + memory**3) ** (1 / 3)
     sums = block.items * item.sums * 4
     added = each * sums * (block.k_splits * SLAB_US + SUM_US)
-    if splits > 1:
-        added += MEET_US + each * sums / parts.merge.groups * PARTIAL_US
+    own = each * sums / parts.merge.groups
+    if share.in_cluster:
+        added += CLUSTER_US + own * RECEIVED_US
+    elif splits > 1:
+        added += MEET_US + own * PARTIAL_US
     whole = LAUNCH_US + waves * (BLOCKS_US + turns * BOX_US) + loop + added
     return whole * (PLANES if parts.work.kernel[0] > 1 else 1.0) * 1e-6
