@@ -332,7 +332,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
   if (item.is_there) leave_sums<Sums>(sum, slabs, warp);
   named_barrier_sync(1, kSummers);
   const i64(&stride)[6] = args.result.w_stride;
-  const i64 merge_w = (first_group + merge * args.merged) * stride[0] + part.t * stride[3] + part.r * stride[4];
+  // Computed again, so that it takes no registers in the loop.
+  const BlockPart taps(args.walk, divide(blockIdx.z, args.by_item_groups), split);
+  const i64 merge_w = (first_group + merge * args.merged) * stride[0] + taps.t * stride[3] + taps.r * stride[4];
   sum_items<T, Sums>(args.result, item, number, k_split, k_splits, row_at, merge_w, slabs,
                Meeting{split, splits, in_cluster, received_barrier,
                        reinterpret_cast<float4*>(base + args.received_at), word, begun});

@@ -42,6 +42,7 @@ MOST_PIXELS = 512
 STAGES, ENGINE_STAGES = (4, 3, 2), (8, 6, 4, 3, 2)
 ALIGNMENT, ENGINE_ALIGNMENT, ROW_BYTES, STATIC_BYTES = 128, 1024, 16, 1024
 MOST_CLUSTER = 8
+ROUND_UP = False
 SWIZZLED = (2, 4, 8)
 """Chunks of a pixel that the copy engine swizzles."""
 PLACES = (64, 128, 256, MOST_PIXELS)
@@ -134,9 +135,11 @@ class Parts:
 
     def __init__(self, work: ConvWork, item: Item, level: int = 0, engine: bool = False) -> None:
         self.work, self.level, self.engine = work, level, engine
-        self.swizzles = engine and work.dtype.itemsize == 2
         self.alignment = ENGINE_ALIGNMENT if engine else ALIGNMENT
         self.merge: Merge = merge_of(work)
+        chunks = max(self.merge.in_chunks, self.merge.out_chunks)
+        half = work.dtype.itemsize == 2
+        self.swizzles = engine and half and (chunks in (1, *SWIZZLED) or (ROUND_UP and chunks <= 8))
         self.planes = prod(work.kernel[:level])
         self.kernel = (*(1,) * level, *work.kernel[level:])
         columns = ceil_div(self.merge.out_channels, 8)
@@ -145,16 +148,17 @@ class Parts:
         self.phases = prod(len(axis.phases) for axis in self.axes)
         self.counts = [axis.count for axis in self.axes]
         self.lattices = [axis.lattice for axis in self.axes]
-        # Along W, a sub-box of x has every `sub_step`-th column.
-        step, tap = self.axes[2].x_step, self.axes[2].x_tap
-        strided = self.swizzles and self.lattices[2] * step <= MOST_STEP
-        self.sub_step = step if strided else 1
+        # A box of x has every position that a tap reads, or along W a sub-box every one of those
+        # that have the same remainder.
+        every = [self._every(dim) for dim in range(3)]
+        self.sub_step = every[2]
         shifts, residues = zip(
-            *(divmod(s * tap, self.sub_step) for s in range(self.kernel[2])), strict=True
+            *(divmod(s * self.axes[2].x_tap, self.sub_step) for s in range(self.kernel[2])),
+            strict=True,
         )
         self.most_shift, self.sub_boxes = max(shifts), max(residues) + 1
-        self.x_step = self.axes[0].x_step, self.axes[1].x_step, step // self.sub_step
-        self.x_steps = (*self.lattices[:2], self.lattices[2] * self.sub_step)
+        self.x_step = [axis.x_step // step for axis, step in zip(self.axes, every, strict=True)]
+        self.x_steps = [n * step for n, step in zip(self.lattices, every, strict=True)]
         self.y_steps = [axis.axis.y_step for axis in self.axes]
         self.item = item
         self.column_blocks = ceil_div(columns, self.item.columns)
@@ -168,13 +172,20 @@ class Parts:
         """Number of items per merge."""
         return self.row_blocks * self.column_blocks
 
+    def _every(self, dim: int) -> int:
+        """Return the distance of the positions of a box of x, in lattice points."""
+        axis = self.axes[dim]
+        copied = self.engine and axis.lattice * axis.x_step <= MOST_STEP
+        return axis.x_step if copied and (self.swizzles if dim == 2 else self.kernel[dim] == 1) else 1
+
     def extents(self, tile: Size4) -> Size4:
         """Return the extents of a tile's box, or sub-box, of the input."""
-        d, h = (
-            axis.extent(size, most)
-            for axis, size, most in zip(self.axes[:2], tile[1:3], self.kernel[:2], strict=True)
+        more = [(self.kernel[dim] - 1) * self.axes[dim].x_tap for dim in (0, 1)]
+        d, h, w = (
+            (size - 1) * step + most + 1
+            for size, step, most in zip(tile[1:], self.x_step, (*more, self.most_shift), strict=True)
         )
-        return tile[0], d, h, (tile[3] - 1) * self.x_step[2] + self.most_shift + 1
+        return tile[0], d, h, w
 
     def boxes(self, tile: Size4) -> int:
         """Return the number of boxes of a tile."""
@@ -185,6 +196,8 @@ class Parts:
 
         It avoids bank conflicts between the chunks of eight pixels or, for 32-bit types, between
         eight words of four pixels."""
+        if self.swizzles and ROUND_UP and 1 < chunks <= 8:
+            chunks = next(n for n in SWIZZLED if n >= chunks)
         if self.swizzles and chunks in SWIZZLED:
             return chunks * CHUNK_BYTES, (chunks - 1) * CHUNK_BYTES
         if self.work.dtype.itemsize == 2:
@@ -343,19 +356,19 @@ def _resident(parts: Parts, shared_bytes: int, device: CudaDevice) -> int:
 
 
 # Cost model, in microseconds on an H200: of a launch; of a block, or of several that run on one SM
-# at once; of a box; of copying a pixel, and a byte; of a warp's step, and of a product in it; of a
-# byte of device memory; of adding a byte of sums in shared memory, and of storing it; of meeting
-# other blocks, and of a byte of partial sums. With EXACT, a product is many FMAs. Fitted to 1,723
-# measurements in bfloat16, of every other layer (tests/perf/random_grouped.py, seed 14, and the
-# networks suite). For the other layers, the times of the fastest shares are off by 9 %, and the
-# chosen shares take 1.02 of the time of the fastest ones measured.
-LAUNCH_US, BLOCKS_US, BOX_US, PIXEL_US, COPIED_US = 3.7, 1.55, 0.071, 1.24e-3, 1.76e-5
-STEP_US, PRODUCT_US, EXACT_STEP_US, EXACT_US, EXACT_SM_US = 0.072, 4.4e-3, 0.3, 0.039, 5.3e-3
-MEMORY_US, SLAB_US, SUM_US, MEET_US, PARTIAL_US = 3.35e-7, 1.3e-5, 5.1e-5, 3.5, 4.3e-5
-CLUSTER_US, RECEIVED_US = 0.55, 1.75e-5
+# at once; of a box; of copying a byte, and more of a pixel that is not swizzled; of a warp's step,
+# and of a product in it; of a byte of device memory, and by how much more in narrow pixels; of
+# adding a byte of sums in shared memory, and of storing it; of meeting other blocks, and of a byte
+# of partial sums; of adding over a cluster, and of a byte of that. With EXACT, a product is many
+# FMAs.
+LAUNCH_US, BLOCKS_US, BOX_US, COPIED_US, PADDED_US = 4.08, 1.78, 0.153, 6.5e-6, 2.07e-3
+STEP_US, PRODUCT_US, EXACT_STEP_US, EXACT_US, EXACT_SM_US = 0.085, 5.6e-3, 0.3, 0.039, 5.3e-3
+MEMORY_US, NARROW, SLAB_US, SUM_US, MEET_US, PARTIAL_US = 2.07e-7, 1.24, 1.13e-5, 4.6e-5, 3.14, 1.85e-5
+CLUSTER_US, RECEIVED_US = 0.72, 1.2e-5
+NARROW_BYTES = 128
 CLUSTER_SMS = 16
 """SMs, of 17, among which a cluster lies; 30 clusters of four and 15 of eight run at once."""
-PLANES = 1.4
+PLANES = 1.2
 """With taps along D. Four such layers took 1.33 to 1.79 times what the model expects."""
 
 
@@ -370,7 +383,8 @@ def time_of(parts: Parts, block: Block, share: Share, device: CudaDevice) -> flo
         sms = max(1, clusters * splits // resident)
     each = ceil_div(prod(block.grid) * splits, sms)
     waves, turns = ceil_div(each, resident), ceil_div(parts.boxes(share.tile), splits)
-    copied = each * turns * (block.pixels * PIXEL_US + block.box_bytes * COPIED_US)
+    padded = 0.0 if block.x_swizzle else block.pixels * PADDED_US
+    copied = each * turns * (padded + block.box_bytes * COPIED_US)
     steps = ceil_div(block.steps, block.k_splits)
     products = item.rows * item.columns
     if is_exact(parts.work):
@@ -378,7 +392,8 @@ def time_of(parts: Parts, block: Block, share: Share, device: CudaDevice) -> flo
         in_sm = each * turns * steps * block.items * block.k_splits * products * EXACT_SM_US
     else:
         in_warp, in_sm = waves * turns * steps * (STEP_US + products * PRODUCT_US), 0.0
-    memory = parts.unique_bytes * MEMORY_US
+    narrow = min(block.x_pitch, block.y_pitch) < NARROW_BYTES
+    memory = parts.unique_bytes * MEMORY_US * (NARROW if narrow else 1.0)
     loop: float = (copied**3 + in_warp**3 + in_sm**3 + memory**3) ** (1 / 3)
     sums = block.items * item.sums * 4
     added = each * sums * (block.k_splits * SLAB_US + SUM_US)
