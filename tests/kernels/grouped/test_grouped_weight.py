@@ -12,7 +12,8 @@ from convgrad_service.backends.base import Backend
 from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.backends.cuda.kernels.fallback.weight_direct import WeightDirect
 from convgrad_service.backends.cuda.kernels.grouped.grouped_weight import GroupedWeight
-from convgrad_service.backends.cuda.kernels.grouped.grouped_weight_shares import Share, shares_of
+from convgrad_service.backends.cuda.kernels.grouped.grouped_weight_blocks import Share
+from convgrad_service.backends.cuda.kernels.grouped.grouped_weight_shares import shares_of
 from convgrad_service.plans.cuda.device import H200, CudaDevice
 from convgrad_service.plans.cuda.planner import plan_for
 from convgrad_service.plans.cuda.program import Fragment, Launch
@@ -78,7 +79,9 @@ class Drawn(GroupedWeight):
         few = replace(device, multiprocessors=self._multiprocessors)
         # The same for equal works.
         draw = random.Random(f"{self._seed} {work.conv}")
-        return super().launches(work, few, draw.choice([one for _, one in shares_of(work, few, True)]))
+        return super().launches(
+            work, few, draw.choice([one for _, one in shares_of(work, few, True)])
+        )
 
 
 def emulated(family: GroupedWeight) -> EmulatedBackend:
@@ -113,7 +116,9 @@ def test_emulated(seed: int, name: str) -> None:
 @emulation
 @pytest.mark.parametrize("name", ["c4", "c32", "strided"])
 def test_emulated_float16(seed: int, name: str) -> None:
-    gates(emulated(GroupedWeight(wide=True)), seed, CASES[name], "float16", last_layout(CASES[name]))
+    gates(
+        emulated(GroupedWeight(wide=True)), seed, CASES[name], "float16", last_layout(CASES[name])
+    )
 
 
 @emulation

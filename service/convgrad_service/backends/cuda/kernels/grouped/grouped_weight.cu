@@ -34,6 +34,12 @@ constexpr int kWarps = WARPS, kThreads = (kWarps + COPY_ENGINE) * 32, kMostStage
 constexpr int kSize = static_cast<int>(sizeof(ELEMENT));
 constexpr int kChunk = 16 / kSize;
 constexpr int kDepth = 32 / kSize;  // pixels of one product
+// Whether boxes may be swizzled; without, addresses take fewer instructions.
+constexpr bool kSwizzles = COPY_ENGINE && kSize == 2;
+template <bool kValue>
+struct Is {
+  static constexpr bool value = kValue;
+};
 // On Blackwell two blocks would need one register more if words are read for three columns.
 constexpr int kBlocks = kBlackwell && kSize == 4 && NF == 3 ? 1 : BLOCKS;
 
@@ -247,71 +253,80 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
         }
       }
 #else
+      const auto multiply = [&](auto is_swizzled) {
+        constexpr bool kSwizzled = decltype(is_swizzled)::value;
+        [[maybe_unused]] const u32 x_bits = kSwizzled ? args.x_swizzle : 0, y_bits = kSwizzled ? args.y_swizzle : 0;
 #pragma unroll(EXACT ? 1 : 2)
-      for (int step = k_split; step < steps; step += k_splits) {
-        const int pixel = step * kDepth;
+        for (int step = k_split; step < steps; step += k_splits) {
+          const int pixel = step * kDepth;
 #if EXACT
 #pragma unroll 2
-        for (int next = pixel; next < pixel + kDepth; ++next) {
-          const char* const x_at = base + (x_box - boxes_at) + source_at[next];
-          const char* const y_at = base + (y_box - boxes_at) + next * args.y_pitch + lane % 4 * 8;
-          float2 y_two[NF];
+          for (int next = pixel; next < pixel + kDepth; ++next) {
+            const char* const x_at = base + (x_box - boxes_at) + source_at[next];
+            const char* const y_at = base + (y_box - boxes_at) + next * args.y_pitch + lane % 4 * 8;
+            float2 y_two[NF];
 #pragma unroll
-          for (int j = 0; j < NF; ++j) y_two[j] = *reinterpret_cast<const float2*>(y_at + j * 32);
+            for (int j = 0; j < NF; ++j) y_two[j] = *reinterpret_cast<const float2*>(y_at + j * 32);
 #pragma unroll
-          for (int i = 0; i < FRAGMENTS; ++i) {
-            const float low = *reinterpret_cast<const float*>(x_at + row_offset[i][0]);
-            const float high = *reinterpret_cast<const float*>(x_at + row_offset[i][1]);
+            for (int i = 0; i < FRAGMENTS; ++i) {
+              const float low = *reinterpret_cast<const float*>(x_at + row_offset[i][0]);
+              const float high = *reinterpret_cast<const float*>(x_at + row_offset[i][1]);
+#pragma unroll
+              for (int j = 0; j < NF; ++j) {
+                sum[i][j][0] = fmaf(low, y_two[j].x, sum[i][j][0]);
+                sum[i][j][1] = fmaf(low, y_two[j].y, sum[i][j][1]);
+                sum[i][j][2] = fmaf(high, y_two[j].x, sum[i][j][2]);
+                sum[i][j][3] = fmaf(high, y_two[j].y, sum[i][j][3]);
+              }
+            }
+          }
+#else
+          u32 b[NF][2];
+          if constexpr (kSize == 2) {
+            const u32 y_lane = y_box + (pixel + (lane & 15)) * args.y_pitch;
+#pragma unroll
+            for (int j = 0; j < NF - 1; j += 2) {
+              u32 four[4];
+              ldmatrix_trans(four, swizzled(y_lane + (j + (lane >> 4)) * 16, y_bits));
+              b[j][0] = four[0], b[j][1] = four[1], b[j + 1][0] = four[2], b[j + 1][1] = four[3];
+            }
+            if constexpr (NF % 2 == 1) ldmatrix_trans(b[NF - 1], swizzled(y_lane + (NF - 1) * 16, y_bits));
+          } else {
+            const u32 y_lane = y_box + (pixel + (lane & 3)) * args.y_pitch + (lane >> 2) * 4;
 #pragma unroll
             for (int j = 0; j < NF; ++j) {
-              sum[i][j][0] = fmaf(low, y_two[j].x, sum[i][j][0]);
-              sum[i][j][1] = fmaf(low, y_two[j].y, sum[i][j][1]);
-              sum[i][j][2] = fmaf(high, y_two[j].x, sum[i][j][2]);
-              sum[i][j][3] = fmaf(high, y_two[j].y, sum[i][j][3]);
+              b[j][0] = to_tf32(ld_shared_u32(y_lane + j * 32));
+              b[j][1] = to_tf32(ld_shared_u32(y_lane + j * 32 + 4 * args.y_pitch));
             }
           }
-        }
-#else
-        u32 b[NF][2];
-        if constexpr (kSize == 2) {
-          const u32 y_lane = y_box + (pixel + (lane & 15)) * args.y_pitch;
-#pragma unroll
-          for (int j = 0; j < NF - 1; j += 2) {
-            u32 four[4];
-            ldmatrix_trans(four, swizzled(y_lane + (j + (lane >> 4)) * 16, args.y_swizzle));
-            b[j][0] = four[0], b[j][1] = four[1], b[j + 1][0] = four[2], b[j + 1][1] = four[3];
-          }
-          if constexpr (NF % 2 == 1) ldmatrix_trans(b[NF - 1], swizzled(y_lane + (NF - 1) * 16, args.y_swizzle));
-        } else {
-          const u32 y_lane = y_box + (pixel + (lane & 3)) * args.y_pitch + (lane >> 2) * 4;
-#pragma unroll
-          for (int j = 0; j < NF; ++j) {
-            b[j][0] = to_tf32(ld_shared_u32(y_lane + j * 32));
-            b[j][1] = to_tf32(ld_shared_u32(y_lane + j * 32 + 4 * args.y_pitch));
-          }
-        }
-        u32 x_lane[kSize == 4 ? 2 : 1];
-        if constexpr (kSize == 2) {
-          x_lane[0] = x_box + source_at[pixel + (lane & 7) + (lane >> 4) * 8];
-        } else {
-          x_lane[0] = x_box + source_at[pixel + (lane & 3)];
-          x_lane[1] = x_box + source_at[pixel + (lane & 3) + 4];
-        }
-#pragma unroll
-        for (int i = 0; i < FRAGMENTS; ++i) {
-          u32 a[4];
+          u32 x_lane[kSize == 4 ? 2 : 1];
           if constexpr (kSize == 2) {
-            ldmatrix_trans(a, swizzled(x_lane[0] + row_offset[i][0], args.x_swizzle));
+            x_lane[0] = x_box + source_at[pixel + (lane & 7) + (lane >> 4) * 8];
           } else {
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-              a[e] = to_tf32(ld_shared_u32(x_lane[e >> 1] + row_offset[i][e & 1]));
-            }
+            x_lane[0] = x_box + source_at[pixel + (lane & 3)];
+            x_lane[1] = x_box + source_at[pixel + (lane & 3) + 4];
           }
 #pragma unroll
-          for (int j = 0; j < NF; ++j) mma<T>(sum[i][j], a, b[j][0], b[j][1]);
-        }
+          for (int i = 0; i < FRAGMENTS; ++i) {
+            u32 a[4];
+            if constexpr (kSize == 2) {
+              ldmatrix_trans(a, swizzled(x_lane[0] + row_offset[i][0], x_bits));
+            } else {
+#pragma unroll
+              for (int e = 0; e < 4; ++e) {
+                a[e] = to_tf32(ld_shared_u32(x_lane[e >> 1] + row_offset[i][e & 1]));
+              }
+            }
+#pragma unroll
+            for (int j = 0; j < NF; ++j) mma<T>(sum[i][j], a, b[j][0], b[j][1]);
+          }
 #endif
+        }
+      };
+      if (kSwizzles && (args.x_swizzle | args.y_swizzle) != 0) {
+        multiply(Is<kSwizzles>{});
+      } else {
+        multiply(Is<false>{});
       }
 #endif
     }
@@ -332,8 +347,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
   if (item.is_there) leave_sums<Sums>(sum, slabs, warp);
   named_barrier_sync(1, kSummers);
   const i64(&stride)[6] = args.result.w_stride;
-  // Computed again, so that it takes no registers in the loop.
-  const BlockPart taps(args.walk, divide(blockIdx.z, args.by_item_groups), split);
+  // Computed again in 16-bit types, whose loop would spill it.
+  const BlockPart taps =
+      kSize == 2 ? BlockPart(args.walk, divide(blockIdx.z, args.by_item_groups), split) : part;
   const i64 merge_w = (first_group + merge * args.merged) * stride[0] + taps.t * stride[3] + taps.r * stride[4];
   sum_items<T, Sums>(args.result, item, number, k_split, k_splits, row_at, merge_w, slabs,
                Meeting{split, splits, in_cluster, received_barrier,

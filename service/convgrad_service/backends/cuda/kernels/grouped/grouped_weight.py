@@ -18,7 +18,7 @@ from convgrad_service.backends.cuda.kernels.grouped.grouped_merge import (
     is_exact,
     why_not_grouped,
 )
-from convgrad_service.backends.cuda.kernels.grouped.grouped_weight_shares import (
+from convgrad_service.backends.cuda.kernels.grouped.grouped_weight_blocks import (
     HALF_ITEMS,
     ITEMS,
     SMALL,
@@ -26,6 +26,8 @@ from convgrad_service.backends.cuda.kernels.grouped.grouped_weight_shares import
     Item,
     Parts,
     Share,
+)
+from convgrad_service.backends.cuda.kernels.grouped.grouped_weight_shares import (
     shares_of,
     time_of,
 )
