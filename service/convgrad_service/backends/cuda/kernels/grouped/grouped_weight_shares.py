@@ -64,7 +64,9 @@ def _shares_of(work: ConvWork, device: CudaDevice, engine: bool) -> Iterator[tup
                 for stages, resident in _stages(parts, block, device):
                     at_once = device.multiprocessors * resident
                     for splits in splits_of(work, columns, sums, boxes, at_once):
-                        share = Share(tile, slice_, item, level, stages, splits)
+                        # No more stages than boxes.
+                        used = min(stages, max(STAGES[-1], ceil_div(boxes, splits)))
+                        share = Share(tile, slice_, item, level, used, splits)
                         yield time_of(parts, block, share, device), share
                         clustered = _in_cluster(parts, block, share, device)
                         if clustered is not None:
@@ -76,8 +78,8 @@ def _in_cluster(parts: Parts, block: Block, share: Share, device: CudaDevice) ->
     if not parts.engine or not 1 < share.splits <= MOST_CLUSTER:
         return None
     room = device.shared_bytes_per_block - STATIC_BYTES
-    fitting = (n for n in ENGINE_STAGES if block.total_bytes(n, share.splits) <= room)
-    stages = next((n for n in fitting if n <= share.stages), None)
+    every = range(share.stages, 1, -1)
+    stages = next((n for n in every if block.total_bytes(n, share.splits) <= room), None)
     return None if stages is None else replace(share, stages=stages, in_cluster=True)
 
 
@@ -117,25 +119,25 @@ def _resident(parts: Parts, shared_bytes: int, device: CudaDevice) -> int:
 # Cost model, in microseconds on an H200: of a launch; of a block, or of several that run on one SM
 # at once; of a box; of a warp's step, and of a product in it; of a step of an SM's warps, and of a
 # fragment that it reads; of adding a byte of sums in shared memory, and of storing it; of meeting
-# other blocks, and of a byte of partial sums; of adding over a cluster, and of a byte of that. With
-# EXACT, a product is many FMAs. Fitted to 596 measurements in bfloat16, of 77 layers
-# (tests/perf/random_grouped.py, seeds 909 and 4242, and the networks suite). Fitted to every other
-# layer, it errs by 9 % on the others, and the shares chosen there take 1.03 of the time of the
-# fastest ones measured.
-LAUNCH_US, BLOCKS_US, BOX_US = 4.1, 1.69, 0.132
-STEP_US, PRODUCT_US, SM_STEP_US, SM_READ_US = 0.0685, 5.82e-3, 1.94e-3, 2.12e-3
+# other blocks, each of them, and of a byte of partial sums; of adding over a cluster, and of a byte
+# of that. With EXACT, a product is many FMAs. Fitted to 794 measurements in bfloat16, of 122 layers
+# (tests/perf/random_grouped.py, seeds 909, 4242 and 31337, and the networks suite). Fitted to every
+# other layer, it errs by 7 % on the others, and the shares chosen there take 1.02 of the time of
+# the fastest ones measured.
+LAUNCH_US, BLOCKS_US, BOX_US = 4.12, 1.58, 0.116
+STEP_US, PRODUCT_US, SM_STEP_US, SM_READ_US = 0.0728, 5.81e-3, 1.05e-3, 2.11e-3
 EXACT_STEP_US, EXACT_US, EXACT_SM_US = 0.3, 0.039, 5.3e-3
-SLAB_US, SUM_US, MEET_US, PARTIAL_US = 1.73e-5, 3.94e-5, 3.14, 1.58e-5
-CLUSTER_US, RECEIVED_US = 0.35, 2.35e-5
+SLAB_US, SUM_US, MEET_US, SHARE_US, PARTIAL_US = 2.24e-5, 3.28e-5, 2.67, 0.063, 1.82e-5
+CLUSTER_US, RECEIVED_US = 0.417, 2.22e-5
 # Of copying a pixel, and a byte; and of a byte of device memory: in 16-bit types by the copy
 # engine, and otherwise.
-ENGINE_US, COPY_US = (0.0, 7.95e-6, 2.22e-7), (1.24e-3, 1.76e-5, 3.35e-7)
+ENGINE_US, COPY_US = (0.0, 1.06e-5, 2.04e-7), (1.24e-3, 1.76e-5, 3.35e-7)
 # How much more a byte of device memory takes in narrow pixels, and a byte copied or of memory where
 # pixels do not start with whole sectors.
-NARROW_BYTES, NARROW, ALIGNED_BYTES, UNALIGNED = 128, 1.19, 64, 1.92
+NARROW_BYTES, NARROW, ALIGNED_BYTES, UNALIGNED = 128, 1.29, 64, 1.6
 CLUSTER_SMS = 16
 """SMs, of 17, among which a cluster lies; 30 clusters of four and 15 of eight run at once."""
-PLANES = 1.13
+PLANES = 1.14
 """With taps along D. Fitted to two such layers."""
 
 
@@ -172,6 +174,6 @@ def time_of(parts: Parts, block: Block, share: Share, device: CudaDevice) -> flo
     if share.in_cluster:
         added += CLUSTER_US + own * RECEIVED_US
     elif splits > 1:
-        added += MEET_US + own * PARTIAL_US
+        added += MEET_US + splits * SHARE_US + own * PARTIAL_US
     whole = LAUNCH_US + waves * (BLOCKS_US + turns * BOX_US) + loop + added
     return whole * (PLANES if parts.work.kernel[0] > 1 else 1.0) * 1e-6
