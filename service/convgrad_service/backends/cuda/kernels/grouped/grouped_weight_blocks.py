@@ -141,11 +141,9 @@ class Parts:
         # that have the same remainder.
         every = [self._every(dim) for dim in range(3)]
         self.sub_step = every[2]
-        shifts, residues = zip(
-            *(divmod(s * self.axes[2].x_tap, self.sub_step) for s in range(self.kernel[2])),
-            strict=True,
-        )
-        self.most_shift, self.sub_boxes = max(shifts), max(residues) + 1
+        columns_of = [divmod(s * self.axes[2].x_tap, every[2]) for s in range(self.kernel[2])]
+        self.most_shift = max(shift for shift, _ in columns_of)
+        self.sub_boxes = max(residue for _, residue in columns_of) + 1
         self.x_step = [axis.x_step // step for axis, step in zip(self.axes, every, strict=True)]
         self.x_steps = [n * step for n, step in zip(self.lattices, every, strict=True)]
         self.y_steps = [axis.axis.y_step for axis in self.axes]
@@ -231,7 +229,8 @@ class Block:
         self.steps = ceil_div(pixels, parts.depth)
         x_pixels = prod(self.x_extent)
         self.sub_bytes = aligned(x_pixels * self.x_pitch, parts.alignment)
-        self.y_at, x_pixels = parts.sub_boxes * self.sub_bytes, parts.sub_boxes * x_pixels
+        self.y_at: int = parts.sub_boxes * self.sub_bytes
+        x_pixels *= parts.sub_boxes
         self.box_bytes = x_pixels * self.x_pitch + pixels * self.y_pitch
         self.pixels = x_pixels + pixels
         # A column of 8 may extend past the last channel of the last pixel.
