@@ -76,7 +76,7 @@ TILES: dict[int, tuple[WeightTile, ...]] = {
         WeightTile(3, 2, 1, 7, 2),
         WeightTile(5, 1, 1, 7, 2),
         WeightTile(5, 2, 1, 7, 1),
-        WeightTile(7, 1, 1, 7, 1),
+        WeightTile(7, 1, 1, 7, 1, rolled=True),
         WeightTile(7, 2, 1, 4, 1),
     ),
     4: (
