@@ -18,7 +18,8 @@ from convgrad_service.backends.cuda.kernels.grouped.grouped_gather import (
     boxes_of,
 )
 from convgrad_service.backends.cuda.kernels.grouped.grouped_weight import GroupedWeight
-from convgrad_service.backends.cuda.kernels.grouped.grouped_weight_shares import Share, shares_of
+from convgrad_service.backends.cuda.kernels.grouped.grouped_weight_blocks import Share
+from convgrad_service.backends.cuda.kernels.grouped.grouped_weight_shares import shares_of
 from convgrad_service.backends.cuda.kernels.layout.channels_first import ConvThroughChannelsLast
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import Fragment

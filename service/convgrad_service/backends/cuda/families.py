@@ -45,7 +45,6 @@ from convgrad_service.backends.cuda.kernels.fused.hopper_separable import Hopper
 from convgrad_service.backends.cuda.kernels.grouped.grouped_gather import GroupedGather
 from convgrad_service.backends.cuda.kernels.grouped.grouped_weight import GroupedWeight
 from convgrad_service.backends.cuda.kernels.grouped.hopper_grouped import HopperGrouped
-from convgrad_service.backends.cuda.kernels.grouped.hopper_grouped_taps import HopperGroupedTaps
 from convgrad_service.backends.cuda.kernels.grouped.hopper_grouped_weight import HopperGroupedWeight
 from convgrad_service.backends.cuda.kernels.layout.channels_first import (
     ConvThroughChannelsLast,
@@ -84,7 +83,6 @@ __all__ = ["FAMILIES"]
 # models with these corrections err by 12 to 20 %.
 OVERHEADS = {
     "grouped_weight": Overhead(0.0),
-    "hopper_grouped_taps": Overhead(0.0),
     "hopper_grouped_weight": Overhead(5.7e-6, 0.97),
     "implicit_gemm": Overhead(0.0, 1.0, 4e-6),
     "pointwise_gemm": Overhead(0.0),
@@ -160,14 +158,12 @@ GROUPED_WEIGHT = (
     FastestExpected(
         (GroupedWeight(wide=True),),
         (HopperGroupedWeight(),),
-        (HopperGroupedTaps(),),
         (DenseWeight(least_grouped=WIDE_GROUP),),
         (ImplicitGemm(dtypes=(DType.FLOAT16, DType.BFLOAT16), least_channels=WIDE_GROUP),),
         overheads=OVERHEADS,
     ),
     GroupedWeight(),
     ConvThroughChannelsLast(HopperGroupedWeight(), COPIES),
-    ConvThroughChannelsLast(HopperGroupedTaps(), COPIES),
     ConvThroughChannelsLast(GroupedWeight(), COPIES),
 )
 # Many channels per group, any kernel: forward and input gradient, then weight gradient.

@@ -124,7 +124,9 @@ using Channels = Vector<T, VECTOR>;
 constexpr int kChannels = LANES * VECTOR;
 constexpr int kTaps = KERNEL * KERNEL;
 constexpr int kSlots = (KERNEL + STRIDE - 1) / STRIDE;
-constexpr int kTurn = kSlots * STRIDE;
+// A step of code for each slot of the ring, or with ROLLED one for all, with the ring moved on.
+constexpr int kTurn = ROLLED ? 1 : kSlots * STRIDE;
+static_assert(!ROLLED || STRIDE == 1, "a row of y for each of x");
 constexpr int kRead = (COLUMNS - 1) * STRIDE + KERNEL;
 constexpr int kStrips = 32 / LANES;
 constexpr int kColumnsX = (kStrips - 1) * COLUMNS * STRIDE + kRead;
@@ -213,6 +215,16 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
           wait_for_copies<STAGES - 2>();
           fetch(step + STAGES - 1);
           const int stage = step % STAGES * kStageBytes;
+          if constexpr (ROLLED) {
+#pragma unroll
+            for (int slot = kSlots - 1; slot > 0; --slot) {
+#pragma unroll
+              for (int i = 0; i < COLUMNS; ++i) {
+#pragma unroll
+                for (int v = 0; v < VECTOR; ++v) ring[slot][i][v] = ring[slot - 1][i][v];
+              }
+            }
+          }
           if (j % STRIDE == 0) {
 #pragma unroll
             for (int i = 0; i < COLUMNS; ++i) {
@@ -235,7 +247,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
 #pragma unroll
             for (int r = 0; r < KERNEL; ++r) {
               if (positive_mod(j - r, STRIDE) != 0) continue;
-              const int slot = positive_mod(j - r, kTurn) / STRIDE;
+              const int slot = ROLLED ? r : positive_mod(j - r, kTurn) / STRIDE;
               if (kSkipTaps && (step < r || step - r > (args.rows - 1) * STRIDE)) continue;
 #pragma unroll
               for (int s = 0; s < KERNEL; ++s) {

@@ -59,6 +59,8 @@ class WeightTile:
     vector: int
     columns: int
     blocks: int
+    rolled: bool = False
+    """Whether the code of a row is there once, not once for each row of taps."""
 
     @property
     def strips(self) -> int:
@@ -74,7 +76,7 @@ TILES: dict[int, tuple[WeightTile, ...]] = {
         WeightTile(3, 2, 1, 7, 2),
         WeightTile(5, 1, 1, 7, 2),
         WeightTile(5, 2, 1, 7, 1),
-        WeightTile(7, 1, 1, 7, 1),
+        WeightTile(7, 1, 1, 7, 1, rolled=True),
         WeightTile(7, 2, 1, 4, 1),
     ),
     4: (
@@ -224,7 +226,7 @@ def _instance(dtype: DType, tile: WeightTile, piece: int) -> Instance:
         ELEMENT=dtype,
         VECTOR=tile.vector,
         LANES=CHANNELS // tile.vector,
-        **macros_of(tile, "kernel", "stride", "columns"),
+        **macros_of(tile, "kernel", "stride", "columns", "rolled"),
         WARPS=WARPS,
         STAGES=STAGES[dtype.itemsize],
         BLOCKS=tile.blocks,

@@ -30,6 +30,8 @@ CLUSTERS = (1, 2, 3, 4, 5, 8)
 """Numbers of blocks of which clusters fill most of the parts of an H200 that they cannot exceed."""
 CLUSTERED = 0.91
 """The part of an H200 that clusters of more than two blocks fill."""
+CLUSTER_SMS = 16
+"""SMs, of 17, among which a cluster lies."""
 
 
 def elements_of(work: ConvWork) -> int:
@@ -90,8 +92,16 @@ def fitting_blocks(device: CudaDevice, blocks: int, columns: int, resident: int)
     if device.capability < OVERLAPPING or blocks > MOST_CLUSTER * 3 // 2:
         return blocks
     sizes = (one for one in CLUSTERS if one <= blocks + 1)
-    fitting = (one for one in sizes if one * columns <= resident * (CLUSTERED if one > 2 else 1))
-    return max(fitting, default=1)
+    return max((one for one in sizes if columns <= _clusters(device, one, resident)), default=1)
+
+
+def _clusters(device: CudaDevice, size: int, resident: int) -> int:
+    """Return the clusters of ``size`` blocks that run at once where ``resident`` blocks do."""
+    if size <= 2:
+        return resident // size
+    together = CLUSTER_SMS * (resident // device.multiprocessors) // size
+    parts = device.multiprocessors / (CLUSTER_SMS + 1)
+    return min(int(parts * together), int(resident * CLUSTERED) // size)
 
 
 def received_bytes(sums: int) -> int:

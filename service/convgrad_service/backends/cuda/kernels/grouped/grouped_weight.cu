@@ -7,12 +7,13 @@
 // Along each dimension, output y0 + m*y_step (m in [0, count)) of a phase meets, at tap r, input
 // position x0 + (m*x_step + r*x_tap)*lattice.
 //
-// Block: a slice of adjacent channels on both sides, all taps or those of one position along D and H,
+// Block: a slice of adjacent channels on both sides, all taps or those of one position along D, or D and H,
 // and a share of all boxes of pixels. A box of y, and of x with its halo, is copied into a ring in
-// shared memory: on Hopper (COPY_ENGINE) by a thread of its own (TMA tiles of C W H D N), else by all
-// threads. Each warp has an item, FRAGMENTS * 16 rows x NF * 8 columns of one merge, and every KSPLITth step
+// shared memory: on Hopper (COPY_ENGINE) by a thread of its own (TMA tiles of C W H D N, swizzled), else by
+// all threads. A stride along W then becomes as many boxes of x, each with every stride-th column, so that
+// the pixels of a product are adjacent at each tap. Each warp has an item, FRAGMENTS * 16 rows x NF * 8 columns of one merge, and every KSPLITth step
 // of its pixels, with all sums in registers. At the end the KSPLIT warps of an item add their sums
-// through shared memory, and blocks that share a slice through `partials` (weight_sums.cuh).
+// through shared memory, and blocks that share a slice in a cluster or through `partials` (weight_sums.cuh).
 // Dynamic shared memory: the ring, later a slab of sums for each warp; then tables of the offsets of
 // pixels in x's box and of rows, as grouped_weight_shares.py computes them. With EXACT, for exact
 // float32, products are FMAs, and each lane has the same sums as with tensor cores. WINDOWS is for
@@ -33,6 +34,12 @@ constexpr int kWarps = WARPS, kThreads = (kWarps + COPY_ENGINE) * 32, kMostStage
 constexpr int kSize = static_cast<int>(sizeof(ELEMENT));
 constexpr int kChunk = 16 / kSize;
 constexpr int kDepth = 32 / kSize;  // pixels of one product
+// Whether boxes may be swizzled; without, addresses take fewer instructions.
+constexpr bool kSwizzles = COPY_ENGINE && kSize == 2;
+template <bool kValue>
+struct Is {
+  static constexpr bool value = kValue;
+};
 // On Blackwell two blocks would need one register more if words are read for three columns.
 constexpr int kBlocks = kBlackwell && kSize == 4 && NF == 3 ? 1 : BLOCKS;
 
@@ -43,10 +50,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
   using T = ELEMENT;
   extern __shared__ uint4 shared[];
 #if COPY_ENGINE
-  __shared__ u64 barriers[2 * kMostStages];
-  const u32 full = shared_address(barriers), empty = full + 8 * kMostStages;
-  char* const base = reinterpret_cast<char*>(shared) + (-shared_address(shared) & 127);
+  __shared__ u64 barriers[2 * kMostStages + 1];
+  const u32 full = shared_address(barriers), empty = full + 8 * kMostStages,
+            received_barrier = empty + 8 * kMostStages;
+  const bool in_cluster = args.in_cluster != 0;
+  char* const base = reinterpret_cast<char*>(shared) + (-shared_address(shared) & 1023);
 #else
+  constexpr u32 received_barrier = 0;
+  constexpr bool in_cluster = false;
   char* const base = reinterpret_cast<char*>(shared);
 #endif
   const u32 boxes_at = shared_address(base);
@@ -62,10 +73,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
       mbarrier_arrive_expect_tx(barrier, args.box_bytes);
       const int first[2] = {static_cast<int>(blockIdx.y) * args.slice_channels[0],
                             static_cast<int>(blockIdx.y) * args.slice_channels[1]};
-      const int x_at[5] = {first[0], box.x[2], box.x[1], box.x[0], box.image};
       const int y_at[5] = {first[1], box.y[2], box.y[1], box.y[0], box.image};
-      tma_load(to, args.x_map, barrier, x_at);
       tma_load(to + args.y_at, args.y_map, barrier, y_at);
+#pragma unroll 1
+      for (int i = 0; i < args.sub_boxes; ++i) {
+        const int x_at[5] = {first[0], box.x[2] + i * args.sub_next, box.x[1], box.x[0], box.image};
+        tma_load(to + i * args.sub_bytes, args.x_map, barrier, x_at);
+      }
     };
     const bool copies = elect_one();
     int index = part.begin;
@@ -82,6 +96,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
       }
     }
     __syncwarp();
+    if (in_cluster) cluster_arrive();
     __syncthreads();
     if (copies) {
       int stage = 0;
@@ -94,13 +109,24 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
         if (++stage == args.stages) stage = 0, parity ^= 1;
       }
     }
+    __syncwarp();
+    if (in_cluster) cluster_wait();
     return;
+  }
+  if (in_cluster) {
+    if (thread == 0) {
+      mbarrier_init(received_barrier, kSummers);
+      fence_mbarrier_init();
+    }
+    __syncwarp();
+    cluster_arrive();
   }
 #endif
   int* const source_at = reinterpret_cast<int*>(base + args.sources_at);
   Row* const row_at = reinterpret_cast<Row*>(base + args.rows_at);
   u32* const word = args.result.met + blockIdx.z * gridDim.y + blockIdx.y;
-  if (thread == 0 && splits > 1) rendezvous_begin(word);
+  const bool meets = splits > 1 && !in_cluster;
+  if (thread == 0 && meets) rendezvous_begin(word);
   const int first_merge = blockIdx.y * args.slice, first_group = first_merge * args.merged;
 #if !COPY_ENGINE
   const T* const x = static_cast<const T*>(args.x) + first_group * args.x_group;
@@ -198,8 +224,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
                           : x_at + eighth * x_row + 2 * args.x_pitch;
         u32 rows_x[4][3];
         u32 near[4], far[4];
-        ldmatrix_trans(near, near_at);
-        ldmatrix_trans(far, of_y ? x_at : far_at);
+        ldmatrix_trans(near, swizzled(near_at, args.x_swizzle));
+        ldmatrix_trans(far, swizzled(of_y ? x_at : far_at, args.x_swizzle));
         rows_x[2][0] = near[0], rows_x[2][1] = near[1], rows_x[2][2] = far[0];
         rows_x[3][0] = near[2], rows_x[3][1] = near[3], rows_x[3][2] = far[1];
         near_at += 2 * x_row;
@@ -210,8 +236,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
           for (int tap = 0; tap < 3; ++tap) {
             rows_x[0][tap] = rows_x[2][tap], rows_x[1][tap] = rows_x[3][tap];
           }
-          ldmatrix_trans(near, near_at);
-          ldmatrix_trans(far, far_at);
+          ldmatrix_trans(near, swizzled(near_at, args.x_swizzle));
+          ldmatrix_trans(far, swizzled(far_at, of_y ? args.y_swizzle : args.x_swizzle));
           near_at += 2 * x_row;
           far_at += next;
           rows_x[2][0] = near[0], rows_x[2][1] = near[1], rows_x[2][2] = far[0];
@@ -227,71 +253,80 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
         }
       }
 #else
+      const auto multiply = [&](auto is_swizzled) {
+        constexpr bool kSwizzled = decltype(is_swizzled)::value;
+        [[maybe_unused]] const u32 x_bits = kSwizzled ? args.x_swizzle : 0, y_bits = kSwizzled ? args.y_swizzle : 0;
 #pragma unroll(EXACT ? 1 : 2)
-      for (int step = k_split; step < steps; step += k_splits) {
-        const int pixel = step * kDepth;
+        for (int step = k_split; step < steps; step += k_splits) {
+          const int pixel = step * kDepth;
 #if EXACT
 #pragma unroll 2
-        for (int next = pixel; next < pixel + kDepth; ++next) {
-          const char* const x_at = base + (x_box - boxes_at) + source_at[next];
-          const char* const y_at = base + (y_box - boxes_at) + next * args.y_pitch + lane % 4 * 8;
-          float2 y_two[NF];
+          for (int next = pixel; next < pixel + kDepth; ++next) {
+            const char* const x_at = base + (x_box - boxes_at) + source_at[next];
+            const char* const y_at = base + (y_box - boxes_at) + next * args.y_pitch + lane % 4 * 8;
+            float2 y_two[NF];
 #pragma unroll
-          for (int j = 0; j < NF; ++j) y_two[j] = *reinterpret_cast<const float2*>(y_at + j * 32);
+            for (int j = 0; j < NF; ++j) y_two[j] = *reinterpret_cast<const float2*>(y_at + j * 32);
 #pragma unroll
-          for (int i = 0; i < FRAGMENTS; ++i) {
-            const float low = *reinterpret_cast<const float*>(x_at + row_offset[i][0]);
-            const float high = *reinterpret_cast<const float*>(x_at + row_offset[i][1]);
+            for (int i = 0; i < FRAGMENTS; ++i) {
+              const float low = *reinterpret_cast<const float*>(x_at + row_offset[i][0]);
+              const float high = *reinterpret_cast<const float*>(x_at + row_offset[i][1]);
+#pragma unroll
+              for (int j = 0; j < NF; ++j) {
+                sum[i][j][0] = fmaf(low, y_two[j].x, sum[i][j][0]);
+                sum[i][j][1] = fmaf(low, y_two[j].y, sum[i][j][1]);
+                sum[i][j][2] = fmaf(high, y_two[j].x, sum[i][j][2]);
+                sum[i][j][3] = fmaf(high, y_two[j].y, sum[i][j][3]);
+              }
+            }
+          }
+#else
+          u32 b[NF][2];
+          if constexpr (kSize == 2) {
+            const u32 y_lane = y_box + (pixel + (lane & 15)) * args.y_pitch;
+#pragma unroll
+            for (int j = 0; j < NF - 1; j += 2) {
+              u32 four[4];
+              ldmatrix_trans(four, swizzled(y_lane + (j + (lane >> 4)) * 16, y_bits));
+              b[j][0] = four[0], b[j][1] = four[1], b[j + 1][0] = four[2], b[j + 1][1] = four[3];
+            }
+            if constexpr (NF % 2 == 1) ldmatrix_trans(b[NF - 1], swizzled(y_lane + (NF - 1) * 16, y_bits));
+          } else {
+            const u32 y_lane = y_box + (pixel + (lane & 3)) * args.y_pitch + (lane >> 2) * 4;
 #pragma unroll
             for (int j = 0; j < NF; ++j) {
-              sum[i][j][0] = fmaf(low, y_two[j].x, sum[i][j][0]);
-              sum[i][j][1] = fmaf(low, y_two[j].y, sum[i][j][1]);
-              sum[i][j][2] = fmaf(high, y_two[j].x, sum[i][j][2]);
-              sum[i][j][3] = fmaf(high, y_two[j].y, sum[i][j][3]);
+              b[j][0] = to_tf32(ld_shared_u32(y_lane + j * 32));
+              b[j][1] = to_tf32(ld_shared_u32(y_lane + j * 32 + 4 * args.y_pitch));
             }
           }
-        }
-#else
-        u32 b[NF][2];
-        if constexpr (kSize == 2) {
-          const u32 y_lane = y_box + (pixel + (lane & 15)) * args.y_pitch;
-#pragma unroll
-          for (int j = 0; j < NF - 1; j += 2) {
-            u32 four[4];
-            ldmatrix_trans(four, y_lane + (j + (lane >> 4)) * 16);
-            b[j][0] = four[0], b[j][1] = four[1], b[j + 1][0] = four[2], b[j + 1][1] = four[3];
-          }
-          if constexpr (NF % 2 == 1) ldmatrix_trans(b[NF - 1], y_lane + (NF - 1) * 16);
-        } else {
-          const u32 y_lane = y_box + (pixel + (lane & 3)) * args.y_pitch + (lane >> 2) * 4;
-#pragma unroll
-          for (int j = 0; j < NF; ++j) {
-            b[j][0] = to_tf32(ld_shared_u32(y_lane + j * 32));
-            b[j][1] = to_tf32(ld_shared_u32(y_lane + j * 32 + 4 * args.y_pitch));
-          }
-        }
-        u32 x_lane[kSize == 4 ? 2 : 1];
-        if constexpr (kSize == 2) {
-          x_lane[0] = x_box + source_at[pixel + (lane & 7) + (lane >> 4) * 8];
-        } else {
-          x_lane[0] = x_box + source_at[pixel + (lane & 3)];
-          x_lane[1] = x_box + source_at[pixel + (lane & 3) + 4];
-        }
-#pragma unroll
-        for (int i = 0; i < FRAGMENTS; ++i) {
-          u32 a[4];
+          u32 x_lane[kSize == 4 ? 2 : 1];
           if constexpr (kSize == 2) {
-            ldmatrix_trans(a, x_lane[0] + row_offset[i][0]);
+            x_lane[0] = x_box + source_at[pixel + (lane & 7) + (lane >> 4) * 8];
           } else {
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-              a[e] = to_tf32(ld_shared_u32(x_lane[e >> 1] + row_offset[i][e & 1]));
-            }
+            x_lane[0] = x_box + source_at[pixel + (lane & 3)];
+            x_lane[1] = x_box + source_at[pixel + (lane & 3) + 4];
           }
 #pragma unroll
-          for (int j = 0; j < NF; ++j) mma<T>(sum[i][j], a, b[j][0], b[j][1]);
-        }
+          for (int i = 0; i < FRAGMENTS; ++i) {
+            u32 a[4];
+            if constexpr (kSize == 2) {
+              ldmatrix_trans(a, swizzled(x_lane[0] + row_offset[i][0], x_bits));
+            } else {
+#pragma unroll
+              for (int e = 0; e < 4; ++e) {
+                a[e] = to_tf32(ld_shared_u32(x_lane[e >> 1] + row_offset[i][e & 1]));
+              }
+            }
+#pragma unroll
+            for (int j = 0; j < NF; ++j) mma<T>(sum[i][j], a, b[j][0], b[j][1]);
+          }
 #endif
+        }
+      };
+      if (kSwizzles && (args.x_swizzle | args.y_swizzle) != 0) {
+        multiply(Is<kSwizzles>{});
+      } else {
+        multiply(Is<false>{});
       }
 #endif
     }
@@ -302,7 +337,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
     if (++stage == args.stages) stage = 0, parity ^= 1;
   }
   u32 begun = 0;
-  if (thread == 0 && splits > 1) begun = rendezvous_begun(word);
+  if (thread == 0 && meets) begun = rendezvous_begun(word);
 #if !COPY_ENGINE
   cp_async_wait<0>();
 #endif
@@ -312,7 +347,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
   if (item.is_there) leave_sums<Sums>(sum, slabs, warp);
   named_barrier_sync(1, kSummers);
   const i64(&stride)[6] = args.result.w_stride;
-  const i64 merge_w = (first_group + merge * args.merged) * stride[0] + part.t * stride[3] + part.r * stride[4];
+  // Computed again in 16-bit types, whose loop would spill it.
+  const BlockPart taps =
+      kSize == 2 ? BlockPart(args.walk, divide(blockIdx.z, args.by_item_groups), split) : part;
+  const i64 merge_w = (first_group + merge * args.merged) * stride[0] + taps.t * stride[3] + taps.r * stride[4];
   sum_items<T, Sums>(args.result, item, number, k_split, k_splits, row_at, merge_w, slabs,
-               Meeting{split, splits, false, 0, nullptr, word, begun});
+               Meeting{split, splits, in_cluster, received_barrier,
+                       reinterpret_cast<float4*>(base + args.received_at), word, begun});
 }

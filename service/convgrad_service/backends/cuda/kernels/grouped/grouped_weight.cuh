@@ -19,12 +19,18 @@ struct GroupedWeightArgs {
   int slice_channels[2];  // of x and y
   int stages;
   u32 stage_bytes, y_at, box_bytes, sources_at, rows_at;  // in shared memory
+  int sub_boxes, sub_next;  // of x, along W: their number and the distance of their first positions
+  u32 sub_bytes;
   BoxWalk walk;
-  Divider by_x_merge, by_in_channels, by_kernel[2], by_tile[3];
+  u32 x_swizzle, y_swizzle;  // bits of an address that others are XORed to, or 0
+  u32 received_at;
+  int in_cluster;  // whether the splits of a slice are a cluster
+  Divider by_sub_step, by_x_merge, by_in_channels, by_kernel[2], by_tile[3];
   int tile[4];      // pixels: images, D, H, W
   int kernel[3];    // of a block: one along D and H where it has one position
-  int x_step[3];    // in x's box, as x_tap
-  int x_tap[3];
+  int x_step[3];    // in x's box
+  int x_tap[3];     // along W in columns, of which a sub-box has every `sub_step`-th
+  int sub_step;
   int x_extent[4];  // images, D, H, W
   int x_pitch, y_pitch;
   int slice;   // merges in a block
@@ -45,6 +51,9 @@ struct GroupedWeightArgs {
   int lattice[3], y_step[3];  // distance of positions
 };
 
+// Where the copy engine puts the 16 bytes that an unswizzled box has at this address.
+__device__ __forceinline__ u32 swizzled(u32 address, u32 bits) { return address ^ (address >> 3 & bits); }
+
 // kSummers threads: offsets in x's box of pixels at the first tap, and rows.
 template <int kSize>
 __device__ __forceinline__ void fill_tables(const GroupedWeightArgs& args, int pixels, int* source_at,
@@ -60,8 +69,10 @@ __device__ __forceinline__ void fill_tables(const GroupedWeightArgs& args, int p
     const i64(&stride)[6] = args.result.w_stride;
     Row row = {0, -1, 0};
     if (i < rows) {
-      row.x = ((t * args.x_tap[0] * args.x_extent[2] + r * args.x_tap[1]) * args.x_extent[3] +
-               s * args.x_tap[2]) * args.x_pitch + channel * kSize;
+      const int column = s * args.x_tap[2], shift = divide(column, args.by_sub_step);
+      row.x = ((t * args.x_tap[0] * args.x_extent[2] + r * args.x_tap[1]) * args.x_extent[3] + shift) *
+                  args.x_pitch +
+              (column - shift * args.sub_step) * args.sub_bytes + channel * kSize;
       row.own = own;
       row.w = own * (stride[0] - args.result.out_channels * stride[1]) + c * stride[2] + t * stride[3] +
               r * stride[4] + s * stride[5];

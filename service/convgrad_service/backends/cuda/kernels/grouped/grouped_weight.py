@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -17,7 +18,7 @@ from convgrad_service.backends.cuda.kernels.grouped.grouped_merge import (
     is_exact,
     why_not_grouped,
 )
-from convgrad_service.backends.cuda.kernels.grouped.grouped_weight_shares import (
+from convgrad_service.backends.cuda.kernels.grouped.grouped_weight_blocks import (
     HALF_ITEMS,
     ITEMS,
     SMALL,
@@ -25,6 +26,8 @@ from convgrad_service.backends.cuda.kernels.grouped.grouped_weight_shares import
     Item,
     Parts,
     Share,
+)
+from convgrad_service.backends.cuda.kernels.grouped.grouped_weight_shares import (
     shares_of,
     time_of,
 )
@@ -84,7 +87,7 @@ class GroupedWeight:
         _, share = next(iter(shares_of(work, device, self._has_engine(work, device))), (0.0, None))
         if share is None:
             return "one pixel's taps do not fit in shared memory"
-        parts = Parts(work, share.item, share.apart)
+        parts = Parts(work, share.item, share.level)
         boxes = parts.boxes(share.tile)
         if boxes > MAX_BLOCKS:
             return f"{boxes} boxes of pixels are more than {MAX_BLOCKS}"
@@ -96,15 +99,16 @@ class GroupedWeight:
         engine = self._has_engine(work, device)
         if share is None:
             share = best_of(work, shares_of(work, device, engine))
-        parts = Parts(work, share.item, share.apart, engine)
+        parts = Parts(work, share.item, share.level, engine)
         block, splits = Block(parts, share.tile, share.slice), share.splits
         partials = f"{work.prefix}partials"
+        meets = splits > 1 and not share.in_cluster
         size = prod(block.grid) * splits * block.items * parts.item.sums * 4
         pointers: dict[str, Operand | str | None] = {
             "w": work.w,
             "accumulate": work.accumulate,
-            "partials": partials if splits > 1 else None,
-            "met": ZEROS if splits > 1 else None,
+            "partials": partials if meets else None,
+            "met": ZEROS if meets else None,
         }
         args = _args(parts, block, share)
         if engine:
@@ -119,12 +123,13 @@ class GroupedWeight:
             (splits, *block.grid),
             ((parts.item.warps + engine) * 32, 1, 1),
             packed,
-            block.total_bytes(share.stages),
+            block.total_bytes(share.stages, splits if share.in_cluster else 0),
+            cluster=splits if share.in_cluster else 1,
         )
         return Fragment(
             f"{self.name}/{splits}",
             (launch,),
-            (Workspace(partials, size),) if splits > 1 else (),
+            (Workspace(partials, size),) if meets else (),
             expected_s=time_of(parts, block, share, device),
             order=str(share),
         )
@@ -155,7 +160,7 @@ class GroupedWeight:
         _, share = next(iter(shares_of(work, device, True)), (0.0, None))
         if share is None:
             return False
-        parts = Parts(work, share.item, share.apart, True)
+        parts = Parts(work, share.item, share.level, True)
         maps = _maps(parts, Block(parts, share.tile, share.slice), share)
         return all(one.why_not() is None for one in maps)
 
@@ -169,13 +174,16 @@ def _args(parts: Parts, block: Block, share: Share) -> Any:
     ]
     args.stages = share.stages
     args.rows_at, args.sources_at = block.rows_at(share.stages), block.sources_at(share.stages)
-    fill(args, block, "y_at", "stage_bytes", "box_bytes", "x_pitch", "y_pitch")
-    describe_walk(args.walk, work, axes, tile, 2 if share.apart else 0, share.splits)
+    args.received_at, args.in_cluster = block.received_at(share.stages), share.in_cluster
+    fill(args, block, "y_at", "stage_bytes", "box_bytes", "sub_bytes", "x_pitch", "y_pitch")
+    fill(args, block, "x_swizzle", "y_swizzle")
+    fill(args, parts, "sub_boxes", "sub_step", "x_step")
+    args.sub_next, args.by_sub_step = axes[2].lattice, divider(parts.sub_step)
+    describe_walk(args.walk, work, axes, tile, share.level, share.splits)
     args.by_x_merge, args.by_in_channels = divider(merge.in_channels), divider(work.in_channels)
     args.by_kernel[:] = [divider(count) for count in parts.kernel[1:]]
     args.by_tile[:] = [divider(size) for size in tile[1:]]
     args.tile[:], args.kernel[:], args.x_extent[:] = tile, parts.kernel, block.x_extent
-    args.x_step[:] = [axis.x_step for axis in axes]
     args.x_tap[:] = [axis.x_tap for axis in axes]
     args.slice, args.merged = share.slice, merge.groups
     args.batch, args.groups = work.batch, work.groups
@@ -204,10 +212,13 @@ def _maps(parts: Parts, block: Block, share: Share) -> tuple[TiledMap, TiledMap]
     work = parts.work
     x_shape = (work.batch, *work.input, work.groups * work.in_channels)
     y_shape = (work.batch, *work.output, work.groups * work.out_channels)
-    return (
-        box_map(work.x, x_shape, block.x_extent, parts.lattices, block.x_pitch),
-        box_map(work.y, y_shape, share.tile, parts.y_steps, block.y_pitch),
+    x = box_map(work.x, x_shape, block.x_extent, parts.x_steps, block.x_pitch)
+    y = box_map(work.y, y_shape, share.tile, parts.y_steps, block.y_pitch)
+    x_swizzle, y_swizzle = (
+        pitch if swizzled else 0
+        for pitch, swizzled in ((block.x_pitch, block.x_swizzle), (block.y_pitch, block.y_swizzle))
     )
+    return replace(x, swizzle=x_swizzle), replace(y, swizzle=y_swizzle)
 
 
 def _instance(item: Item, dtype: DType, exact: bool, engine: bool) -> Instance:

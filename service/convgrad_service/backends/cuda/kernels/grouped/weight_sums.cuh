@@ -1,4 +1,4 @@
-// Summing the accumulators of grouped_weight.cu and hopper_grouped_taps.cu: over the warps of an item in shared
+// Summing the accumulators of grouped_weight.cu: over the warps of an item in shared
 // memory, then over the blocks that share a slice, in a cluster (st.async) or meeting at a word
 // (core/rendezvous.cuh); and storing results.
 #pragma once

@@ -151,12 +151,12 @@ def test_splits_are_what_was_asked_for_or_fill_the_device() -> None:
 
 
 def test_grouped_weights_are_compared_by_expected_time() -> None:
-    """Strided and dilated layers, wide groups, and one that is not compared with dense kernels."""
+    """Rows of 3x3 taps, strided layers, and wide groups."""
     compared = FAMILIES.bwd_weight
     chosen = {}
     for name, channels, options in (
         ("rows", 32, {"batch": 128, "size": 14}),
-        ("taps", 32, {"batch": 128, "size": 28, "stride": 2}),
+        ("strided", 32, {"batch": 128, "size": 28, "stride": 2}),
         ("merges", 24, {"batch": 128, "size": 14}),
         ("wide", 48, {"batch": 128, "size": 28, "stride": 2}),
     ):
@@ -164,7 +164,7 @@ def test_grouped_weights_are_compared_by_expected_time() -> None:
         chosen[name] = choose(compared, work, H200).family
     assert chosen == {
         "rows": "hopper_grouped_weight",
-        "taps": "hopper_grouped_taps",
+        "strided": "grouped_weight",
         "merges": "grouped_weight",
         "wide": "grouped_weight",
     }

@@ -11,11 +11,9 @@ from convgrad.dtypes import DType
 from convgrad_service.backends.base import Backend
 from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.backends.cuda.kernels.fallback.weight_direct import WeightDirect
-from convgrad_service.backends.cuda.kernels.grouped.hopper_grouped_taps import HopperGroupedTaps
-from convgrad_service.backends.cuda.kernels.grouped.hopper_grouped_taps_boxes import (
-    Share,
-    shares_of,
-)
+from convgrad_service.backends.cuda.kernels.grouped.grouped_weight import GroupedWeight
+from convgrad_service.backends.cuda.kernels.grouped.grouped_weight_blocks import Share
+from convgrad_service.backends.cuda.kernels.grouped.grouped_weight_shares import shares_of
 from convgrad_service.plans.cuda.device import H200, CudaDevice
 from convgrad_service.plans.cuda.planner import plan_for
 from convgrad_service.plans.cuda.program import Fragment, Launch
@@ -70,33 +68,23 @@ EPILOGUE = [case for case in EPILOGUES if case.operation == OPERATION and "group
 emulation = pytest.mark.skipif(not works_here(), reason="the emulator is written for x86-64")
 
 
-class Drawn(HopperGroupedTaps):
+class Drawn(GroupedWeight):
     """The family with a share drawn at random, for few multiprocessors: many boxes per block."""
 
     def __init__(self, seed: int, multiprocessors: int) -> None:
+        super().__init__(wide=True)
         self._seed, self._multiprocessors = seed, multiprocessors
 
     def launches(self, work: ConvWork, device: CudaDevice, share: Share | None = None) -> Fragment:
         few = replace(device, multiprocessors=self._multiprocessors)
         # The same for equal works.
         draw = random.Random(f"{self._seed} {work.conv}")
-        return super().launches(work, few, draw.choice([one for _, one in shares_of(work, few)]))
+        return super().launches(
+            work, few, draw.choice([one for _, one in shares_of(work, few, True)])
+        )
 
 
-class ByRows(HopperGroupedTaps):
-    """The family with all rows of y that a row of x meets in a product, in shares drawn."""
-
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-
-    def launches(self, work: ConvWork, device: CudaDevice, share: Share | None = None) -> Fragment:
-        few = replace(device, multiprocessors=9)
-        draw = random.Random(f"{self._seed} {work.conv}")
-        every = [one for _, one in shares_of(work, few) if one.by_rows]
-        return super().launches(work, few, draw.choice(every))
-
-
-def emulated(family: HopperGroupedTaps) -> EmulatedBackend:
+def emulated(family: GroupedWeight) -> EmulatedBackend:
     return EmulatedBackend(replace(FAMILIES, bwd_weight=(family, WeightDirect())))
 
 
@@ -121,31 +109,22 @@ def test_not_finite(backend: Backend, seed: int, name: str) -> None:
 def test_emulated(seed: int, name: str) -> None:
     case = CASES[name]
     families = [Drawn(seed + draw, count) for draw in range(2) for count in (2, 9, 132)]
-    for family in (HopperGroupedTaps(), *families):
+    for family in (GroupedWeight(wide=True), *families):
         gates(emulated(family), seed, case, "bfloat16", last_layout(case))
-
-
-@emulation
-@pytest.mark.parametrize(
-    "name", ["c4", "c32", "rows_end_early", "padding_beyond", "dilated", "3d_near"]
-)
-def test_emulated_by_rows(seed: int, name: str) -> None:
-    case = CASES[name]
-    for draw in range(3):
-        gates(emulated(ByRows(seed + draw)), seed, case, "bfloat16", last_layout(case))
-    check_rule(emulated(ByRows(seed)), seed, case, "bfloat16", last_layout(case)[0])
 
 
 @emulation
 @pytest.mark.parametrize("name", ["c4", "c32", "strided"])
 def test_emulated_float16(seed: int, name: str) -> None:
-    gates(emulated(HopperGroupedTaps()), seed, CASES[name], "float16", last_layout(CASES[name]))
+    gates(
+        emulated(GroupedWeight(wide=True)), seed, CASES[name], "float16", last_layout(CASES[name])
+    )
 
 
 @emulation
 @pytest.mark.parametrize("name", NOT_FINITE)
 def test_emulated_not_finite(seed: int, name: str) -> None:
-    for family in (HopperGroupedTaps(), Drawn(seed, 2)):
+    for family in (GroupedWeight(wide=True), Drawn(seed, 2)):
         check_rule(emulated(family), seed, CASES[name], "bfloat16", last_layout(CASES[name])[0])
 
 
@@ -179,7 +158,7 @@ def test_splits_are_counted() -> None:
             weight_dtype=DType.BFLOAT16,
             split_k=split_k,
         )
-        plan = plan_for(problem, H200, replace(FAMILIES, bwd_weight=(HopperGroupedTaps(),)))
+        plan = plan_for(problem, H200, replace(FAMILIES, bwd_weight=(GroupedWeight(wide=True),)))
         (launch,) = plan.steps
         assert isinstance(launch, Launch)
         splits, slices, _ = launch.grid
@@ -191,4 +170,4 @@ def test_splits_are_counted() -> None:
 @emulation
 @pytest.mark.parametrize("case", EPILOGUE, ids=lambda case: case.id)
 def test_emulated_epilogues(seed: int, case: Case) -> None:
-    gates(emulated(HopperGroupedTaps()), seed, case, "bfloat16", last_layout(case))
+    gates(emulated(GroupedWeight(wide=True)), seed, case, "bfloat16", last_layout(case))
