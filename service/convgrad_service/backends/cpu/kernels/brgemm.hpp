@@ -53,15 +53,35 @@ struct Product {
 // Which stride of A is known to be 1: its channels are K in a gather, M in a weight gradient.
 enum class Walk { kUnitStep, kUnitRow };
 
+// Where row r of a line is: at (odd factor of r) * pitch * 2^n, which an address computes from the
+// odd multiples of the pitch in registers. Additions would take cycles from the ports that multiply.
+template <class T, int rows>
+struct RowOffsets {
+  i64 odd[rows / 2 + 1];  // bytes
+  explicit CONVGRAD_INLINE RowOffsets(i64 pitch) {
+#pragma clang loop unroll(full)
+    for (int i = 0; i < rows / 2 + 1; ++i) {
+      odd[i] = (2 * i + 1) * pitch * static_cast<i64>(sizeof(T));
+      __asm__("" : "+r"(odd[i]));  // not to be computed anew
+    }
+  }
+  CONVGRAD_INLINE const T* at(const T* first, int r) const {
+    if (r == 0) return first;
+    const int twos = __builtin_ctz(static_cast<u32>(r));
+    return reinterpret_cast<const T*>(reinterpret_cast<const char*>(first) +
+                                      (odd[(r >> twos) / 2] << twos));
+  }
+};
+
 template <class T, int rows, int vectors, Walk walk, int lines>
 __attribute__((noinline)) void brgemm_tile(const Product<T>& p) {
   constexpr int lanes = kLanes<T>, of_line = rows / lines;
-  const i64 a_row = walk == Walk::kUnitRow ? 1 : p.a_row;
   const i64 a_step = walk == Walk::kUnitStep ? 1 : p.a_step;
   const i64 b_step = walk == Walk::kUnitStep ? kTileColumns<T> : p.b_step;
+  const RowOffsets<T, walk == Walk::kUnitRow ? 1 : of_line> offsets(p.a_row);
   const Segment* segment = p.segments;
   const Segment* const end = segment + p.segment_count;
-  const T *a = nullptr, *b = nullptr;
+  const T *a[lines] = {}, *b = nullptr;
   i64 left = 0, at = 0;  // of the segment; index along K
   bool adds = p.adds;
   do {
@@ -71,9 +91,32 @@ __attribute__((noinline)) void brgemm_tile(const Product<T>& p) {
 #pragma clang loop unroll(full)
       for (int v = 0; v < vectors; ++v) sum[i][v] = splat<T>(0);
     }
+    // Multiplies what is `ahead` steps of K on.
+    const auto multiply = [&](int ahead) __attribute__((always_inline)) {
+      Vec<T> column[vectors];
+#pragma clang loop unroll(full)
+      for (int v = 0; v < vectors; ++v) column[v] = load_raw<Vec<T>>(b + ahead * b_step + v * lanes);
+#pragma clang loop unroll(full)
+      for (int i = 0; i < rows; ++i) {
+        const T* const line = a[i / of_line] + ahead * a_step;
+        const int r = i % of_line;
+        const Vec<T> value = splat<T>(walk == Walk::kUnitRow ? line[r] : *offsets.at(line, r));
+#pragma clang loop unroll(full)
+        for (int v = 0; v < vectors; ++v) sum[i][v] += value * column[v];
+      }
+    };
+    const auto advance = [&](int steps) __attribute__((always_inline)) {
+#pragma clang loop unroll(full)
+      for (int l = 0; l < lines; ++l) {
+        a[l] += steps * a_step;
+        __asm__("" : "+r"(a[l]));  // one pointer for all rows
+      }
+      b += steps * b_step;
+    };
     for (i64 stop = -1; left > 0 || segment < end;) {
       if (left == 0) {
-        a = p.a + segment->a;
+#pragma clang loop unroll(full)
+        for (int l = 0; l < lines; ++l) a[l] = p.a + segment->a + l * p.a_line;
         b = p.b + segment->b;
         left = segment->k;
         if (walk == Walk::kUnitStep) at = segment->b / kTileColumns<T>;
@@ -84,22 +127,15 @@ __attribute__((noinline)) void brgemm_tile(const Product<T>& p) {
       const i64 run = least(left, stop - at);
       left -= run;
       at += run;
-      for (i64 k = run; k > 0; --k) {
-        Vec<T> column[vectors];
-#pragma clang loop unroll(full)
-        for (int v = 0; v < vectors; ++v) column[v] = load_raw<Vec<T>>(b + v * lanes);
-        const T* row = a;
-#pragma clang loop unroll(full)
-        for (int i = 0; i < rows; ++i) {
-          if (i > 0 && i % of_line == 0) row = a + p.a_line;
-          const int next = i % of_line % 3;
-          const Vec<T> value = splat<T>(row[next * a_row]);
-#pragma clang loop unroll(full)
-          for (int v = 0; v < vectors; ++v) sum[i][v] += value * column[v];
-          if (next == 2) row += 3 * a_row;
-        }
-        a += a_step;
-        b += b_step;
+      i64 k = run;
+      for (; k > 1; k -= 2) {
+        multiply(0);
+        multiply(1);
+        advance(2);
+      }
+      if (k > 0) {
+        multiply(0);
+        advance(1);
       }
     }
 #pragma clang loop unroll(full)

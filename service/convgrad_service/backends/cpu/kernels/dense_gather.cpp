@@ -229,9 +229,6 @@ struct Gather {
           const T* from = region + (jd - d0) * d.step * slab_plane + (jh - h0) * h.step * slab_row;
           T* row = stage + (in_rows ? 0 : ((ud - ud0) * stage_h + uh - uh0) * width * kColumns);
           if (at_once) row = reinterpret_cast<T*>(result_at(n, g, block, ud, uh, uw0));
-          for (int i = 0; in_rows && i < lines; ++i) {
-            fetch_row(n + i, g, block, columns, ud, uh, uw0, width);
-          }
           // Most rows have the taps of the one before.
           again = again || far || w.phases > 1 || !taps_d.same(listed_d) || !taps_h.same(listed_h);
           for (i64 fw = 0; fw < w.phases && uw0 + fw < uw1; ++fw) {
@@ -249,6 +246,10 @@ struct Gather {
               product.segment_count = segment_count;
               product.a = from + j * w.step * pixel;
               product.c = row + (fw + j * w.phases) * stored;
+              if (in_rows) {
+                fetch_pixels<lines>(n, g, block, columns, ud, uh,
+                                    uw0 + fw + (at_once ? j + rows : j) * w.phases, rows);
+              }
               brgemm<T, Walk::kUnitStep, lines>(product, static_cast<int>(lines * rows), vectors);
               j += rows;
             }
@@ -271,13 +272,18 @@ struct Gather {
            uw * result.stride[5];
   }
 
-  // Announces the writing of a row of pixels, which are far apart, while it is computed.
-  CONVGRAD_INLINE void fetch_row(i64 n, i64 g, i64 block, i64 columns, i64 ud, i64 uh, i64 uw,
-                                 i64 width) const {
-    const S* at = result_at(n, g, block, ud, uh, uw);
+  // Announces the writing of pixels, steps of a phase from `uw` on, while others are computed: a
+  // store that misses the caches waits for its line, but a few at a time. Those past the end of a
+  // row are mostly the first of the next.
+  template <int lines>
+  CONVGRAD_INLINE void fetch_pixels(i64 n, i64 g, i64 block, i64 columns, i64 ud, i64 uh, i64 uw,
+                                    i64 count) const {
     constexpr i64 kLine = 64 / sizeof(S);
-    for (i64 i = 0; i < width; ++i, at += result.stride[5]) {
-      for (i64 c = 0; c < columns; c += kLine) __builtin_prefetch(at + c, 1);
+    for (int line = 0; line < lines; ++line) {
+      const S* at = result_at(n + line, g, block, ud, uh, uw);
+      for (i64 i = 0; i < count; ++i, at += w.phases * result.stride[5]) {
+        for (i64 c = 0; c < columns; c += kLine) __builtin_prefetch(at + c, 1);
+      }
     }
   }
 
