@@ -96,6 +96,7 @@ __attribute__((noinline)) void brgemm_tile(const Product<T>& p) {
       Vec<T> column[vectors];
 #pragma clang loop unroll(full)
       for (int v = 0; v < vectors; ++v) column[v] = load_raw<Vec<T>>(b + ahead * b_step + v * lanes);
+      if (walk == Walk::kUnitRow) __builtin_prefetch(a[0] + ahead * a_step + 2 * rows - 1);
 #pragma clang loop unroll(full)
       for (int i = 0; i < rows; ++i) {
         const T* const line = a[i / of_line] + ahead * a_step;
