@@ -113,12 +113,12 @@ class Workers:
         DeadlineExceeded
             ``cancelled`` was set. The outputs are incomplete.
         """
-        control = Control()
         threads = self.threads if tasks is None else max(1, min(self.threads, tasks))
         try:
             slot = self._free_slots.pop()
         except IndexError:
             slot, threads = None, 1  # all slots in use: enough launches to occupy the CPU
+        control = Control.of(threads)
         buffers = [self.workspaces.take(scratch_bytes) for _ in range(threads)]
         scratch = (ctypes.c_void_p * threads)(*(buffer.address for buffer in buffers))
         addresses = ctypes.addressof(args), ctypes.addressof(control)
@@ -161,7 +161,7 @@ class Rehearsal(Workers):
         tasks: int | None = None,
         cancelled: threading.Event | None = None,
     ) -> Control:
-        return Control()
+        return Control.of(1)
 
     def close(self) -> None:
         pass

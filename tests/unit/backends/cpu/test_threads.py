@@ -200,6 +200,6 @@ def test_a_launch_with_too_little_scratch_is_refused_by_the_kernel() -> None:
         getattr(args, name)[:] = (1, 1, 1)
     args.dtype = args.result_dtype = 2
     args.block[:5] = (1, 1, 1, 1, 1)
-    control = Control()
+    control = Control.of(1)
     library.load().kernel("dense_fwd")(ctypes.addressof(args), ctypes.addressof(control), 0)
     assert control.error == 1

@@ -126,6 +126,7 @@ extern "C" CONVGRAD_EXPORT void convgrad_team_work(void* pointer) {
     __atomic_store_n(&team->threads[number], thread, __ATOMIC_RELEASE);
     __atomic_store_n(&team->avoided, 0, __ATOMIC_RELEASE);  // this helper's affinity is not set yet
   }
+  own_share = number + 1;  // a caller's is 0
   while (!__atomic_load_n(&team->stopping, __ATOMIC_ACQUIRE)) {
     const uint32_t seen = __atomic_load_n(&team->sequence, __ATOMIC_ACQUIRE);
     if (help(team)) continue;
