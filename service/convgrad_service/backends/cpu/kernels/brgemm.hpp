@@ -3,6 +3,8 @@
 //   C[i][j] (+)= sum over segments b, sum over k < b.k :
 //                A[b.a + i * a_row + k * a_step] * B[b.b + k * b_step + j]
 //
+// In a gather, B is a panel whose rows are as wide as the tile, and b.b counts rows.
+//
 // M = rows (pixels of a gather, output channels of a weight gradient), N = one or two vectors of
 // channels, K = segments x k. A is broadcast, B is loaded as vectors.
 //
@@ -19,7 +21,7 @@
 
 namespace convgrad {
 
-// One element of the batch: its offsets in A and B, and its length along K.
+// One element of the batch: where it is in A and B, and its length along K.
 struct Segment {
   i64 a;
   i64 b;
@@ -48,6 +50,7 @@ struct Product {
   // Rows may be of two lines, half of them each.
   i64 a_line;
   i64 c_line;
+  int last = kLanes<T>;  // lanes of the last vector that a gather stores
 };
 
 // Which stride of A is known to be 1: its channels are K in a gather, M in a weight gradient.
@@ -77,7 +80,7 @@ template <class T, int rows, int vectors, Walk walk, int lines>
 __attribute__((noinline)) void brgemm_tile(const Product<T>& p) {
   constexpr int lanes = kLanes<T>, of_line = rows / lines;
   const i64 a_step = walk == Walk::kUnitStep ? 1 : p.a_step;
-  const i64 b_step = walk == Walk::kUnitStep ? kTileColumns<T> : p.b_step;
+  const i64 b_step = walk == Walk::kUnitStep ? vectors * lanes : p.b_step;
   const RowOffsets<T, walk == Walk::kUnitRow ? 1 : of_line> offsets(p.a_row);
   const Segment* segment = p.segments;
   const Segment* const end = segment + p.segment_count;
@@ -118,9 +121,9 @@ __attribute__((noinline)) void brgemm_tile(const Product<T>& p) {
       if (left == 0) {
 #pragma clang loop unroll(full)
         for (int l = 0; l < lines; ++l) a[l] = p.a + segment->a + l * p.a_line;
-        b = p.b + segment->b;
+        b = p.b + segment->b * (walk == Walk::kUnitStep ? b_step : 1);
         left = segment->k;
-        if (walk == Walk::kUnitStep) at = segment->b / kTileColumns<T>;
+        if (walk == Walk::kUnitStep) at = segment->b;
         ++segment;
       }
       if (stop < 0) stop = (at / kBlock + 1) * kBlock;
@@ -144,7 +147,12 @@ __attribute__((noinline)) void brgemm_tile(const Product<T>& p) {
 #pragma clang loop unroll(full)
       for (int v = 0; v < vectors; ++v) {
         T* to = p.c + i / of_line * p.c_line + i % of_line * p.c_row + v * lanes;
-        store_raw(to, adds ? load_raw<Vec<T>>(to) + sum[i][v] : sum[i][v]);
+        if (walk == Walk::kUnitStep && v == vectors - 1 && p.last < lanes) {
+          if (adds) sum[i][v] += load_raw_first<T, lanes>(to, p.last);
+          store_raw_first<T, lanes>(to, sum[i][v], p.last);
+        } else {
+          store_raw(to, adds ? load_raw<Vec<T>>(to) + sum[i][v] : sum[i][v]);
+        }
       }
     }
     adds = true;

@@ -97,15 +97,23 @@ struct Gather {
     return args.groups * blocks * panel * static_cast<i64>(sizeof(T));
   }
 
+  // Vectors of a block's channels: the rows of its panel are as wide, within room for full ones.
+  int vectors_of(i64 block) const {
+    return result_channels - block * kColumns > kLanes<T> ? kTileVectors : 1;
+  }
+
+  // Rows are in the order in which a row of the source is read: backwards in a backward pass.
   void pack_panel(i64 g, i64 block) const {
     const i64 first = block * kColumns;
     const i64 width = least(kColumns, result_channels - first);
+    const i64 row = vectors_of(block) * kLanes<T>;
     T* to = panels + (g * blocks + block) * panel;
     const S* from = static_cast<const S*>(weight.data) + g * weight.stride[0] +
                     first * weight.stride[1];
     const i64 by_result = weight.stride[1], by_source = weight.stride[2];
-    const i64 tap_row = source_channels * kColumns;
-    if (width < kColumns) __builtin_memset(to, 0, panel * sizeof(T));
+    if (width < row) __builtin_memset(to, 0, taps * source_channels * row * sizeof(T));
+    const i64 tap_row = (w.backward ? -1 : 1) * source_channels * row;
+    if (w.backward) to -= (taps - 1) * tap_row;
     if (weight.stride[5] == 1 && w.taps > 1 && by_result != 1 && by_source != 1) {
       // Taps are contiguous: transpose (taps x result channels) for each source channel, over the
       // whole kernel at once if that is contiguous.
@@ -114,14 +122,14 @@ struct Gather {
       for (i64 tap = 0; tap < taps; tap += run) {
         const S* at = from + tap_offset(tap);
         for (i64 c = 0; c < source_channels; ++c) {
-          read_matrix<E>(at + c * by_source, 1, by_result, run, width,
-                         to + tap * tap_row + c * kColumns, tap_row);
+          read_matrix<E>(at + c * by_source, 1, by_result, run, width, to + tap * tap_row + c * row,
+                         tap_row);
         }
       }
     } else {
       for (i64 tap = 0; tap < taps; ++tap) {
         read_matrix<E>(from + tap_offset(tap), by_source, by_result, source_channels, width,
-                       to + tap * tap_row, kColumns);
+                       to + tap * tap_row, row);
       }
     }
   }
@@ -169,7 +177,6 @@ struct Gather {
   i64 list_taps(Progression t, const Progression& taps_h, const Progression& taps_w, i64 first_step,
                 i64 last_step) const {
     i64 count = 0;
-    const i64 tap_row = source_channels * kColumns;
     for (; t.count > 0; t.advance()) {
       for (Progression r = taps_h; r.count > 0; r.advance()) {
         for (Progression s = taps_w; s.count > 0; s.advance()) {
@@ -177,10 +184,11 @@ struct Gather {
           if (first_step * w.step + s.base >= w.source) continue;
           const i64 a = (t.base - d.lowest) * slab_plane + (r.base - h.lowest) * slab_row +
                         (s.base - w.lowest) * pixel;
-          const i64 b = ((t.tap * h.taps + r.tap) * w.taps + s.tap) * tap_row;
+          const i64 tap = (t.tap * h.taps + r.tap) * w.taps + s.tap;
+          const i64 b = (w.backward ? taps - 1 - tap : tap) * source_channels;
           if (count > 0) {
             Segment& last = segments[count - 1];
-            if (last.a + last.k == a && last.b + last.k * kColumns == b) {
+            if (last.a + last.k == a && last.b + last.k == b) {
               last.k += source_channels;
               continue;
             }
@@ -206,20 +214,20 @@ struct Gather {
     // Rows of pixels with contiguous channels are written as soon as they are computed.
     const bool in_rows = result.stride[2] == 1;
     const bool far = w.highest - w.lowest >= kTileRows;
-    const bool plain = in_place<E>(result) && args.alpha == 1 && !args.bias.data &&
-                       !(args.accumulate.data && args.beta != 0);
+    const bool at_once = in_rows && sizeof(S) == sizeof(T) && args.alpha == 1 &&
+                         !args.bias.data && !(args.accumulate.data && args.beta != 0);
     i64 segment_count = 0;
     Progression listed_d{}, listed_h{};
     bool again = true;
     for (i64 block = first_block; block < last_block; ++block) {
       const i64 columns = least(kColumns, result_channels - block * kColumns);
-      const int vectors = columns > kLanes<T> ? 2 : 1;
-      const bool at_once = plain && columns == vectors * kLanes<T>;
+      const int vectors = vectors_of(block);
       const i64 stored = at_once ? result.stride[5] : kColumns;
       Product<T> product{nullptr, w.step * pixel, 1,
-                         panels + (g * blocks + block) * panel, kColumns, segments, 0,
+                         panels + (g * blocks + block) * panel, 0, segments, 0,
                          nullptr, w.phases * stored, false, slab_image,
                          at_once ? result.stride[0] : stage_image};
+      if (at_once) product.last = static_cast<int>(columns - (vectors - 1) * kLanes<T>);
       for (i64 ud = ud0; ud < ud1; ++ud) {
         const i64 jd = ud / d.phases;
         const Progression taps_d = d.inside(d.taps_of(ud % d.phases), jd);

@@ -42,15 +42,16 @@ struct Axis {
   bool backward;
 
   i64 slab() const { return (tile - 1) * step + highest - lowest + 1; }
-  // Returns the taps of a phase.
+  // Returns the taps of a phase, in the order of the coordinates that they read.
   CONVGRAD_INLINE Progression taps_of(i64 phase) const {
     if (!backward) return {taps, 0, 1, -pad, dilation};
-    if (phases == 1) return {taps, 0, 1, phase + pad, -dilation};
     i64 first = 0;
     while (first < taps && (phase + pad - first * dilation) % phases != 0) ++first;
     // After that, every phases / gcd(phases, dilation)-th.
-    return {(taps - first + period - 1) / period, first, period,
-            (phase + pad - first * dilation) / phases, -dilation * period / phases};
+    const i64 count = (taps - first + period - 1) / period;
+    const i64 last = first + (count - 1) * period;
+    return {count, last, -period, (phase + pad - last * dilation) / phases,
+            dilation * period / phases};
   }
   // Returns those that read the source, not padding, at step j: adjacent ones.
   CONVGRAD_INLINE Progression inside(Progression tap, i64 j) const {
