@@ -33,6 +33,8 @@ namespace convgrad {
 namespace {
 
 constexpr int kErrorScratch = 1;
+// Of a result, how far ahead of the stores its lines are fetched.
+constexpr i64 kFetchedBytes = 4096;
 
 template <class E>
 struct Gather {
@@ -222,6 +224,7 @@ struct Gather {
     for (i64 block = first_block; block < last_block; ++block) {
       const i64 columns = least(kColumns, result_channels - block * kColumns);
       const int vectors = vectors_of(block);
+      const i64 ahead = most(kTileRows, kFetchedBytes / (columns * static_cast<i64>(sizeof(S))));
       const i64 stored = at_once ? result.stride[5] : kColumns;
       Product<T> product{nullptr, w.step * pixel, 1,
                          panels + (g * blocks + block) * panel, 0, segments, 0,
@@ -256,7 +259,7 @@ struct Gather {
               product.c = row + (fw + j * w.phases) * stored;
               if (in_rows) {
                 fetch_pixels<lines>(n, g, block, columns, ud, uh,
-                                    uw0 + fw + (at_once ? j + rows : j) * w.phases, rows);
+                                    uw0 + fw + (at_once ? j + ahead : j) * w.phases, rows);
               }
               brgemm<T, Walk::kUnitStep, lines>(product, static_cast<int>(lines * rows), vectors);
               j += rows;
