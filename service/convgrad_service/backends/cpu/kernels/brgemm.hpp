@@ -50,6 +50,7 @@ struct Product {
   // Rows may be of two lines, half of them each.
   i64 a_line;
   i64 c_line;
+  i64 fetched = 0;       // of A in a weight gradient: how far from the first row
   int last = kLanes<T>;  // lanes of the last vector that a gather stores
 };
 
@@ -99,7 +100,8 @@ __attribute__((noinline)) void brgemm_tile(const Product<T>& p) {
       Vec<T> column[vectors];
 #pragma clang loop unroll(full)
       for (int v = 0; v < vectors; ++v) column[v] = load_raw<Vec<T>>(b + ahead * b_step + v * lanes);
-      if (walk == Walk::kUnitRow) __builtin_prefetch(a[0] + ahead * a_step + 2 * rows - 1);
+      // Into the L2 cache, since the tile's part of A and B fill the L1 cache.
+      if (walk == Walk::kUnitRow) __builtin_prefetch(a[0] + ahead * a_step + p.fetched, 0, 2);
 #pragma clang loop unroll(full)
       for (int i = 0; i < rows; ++i) {
         const T* const line = a[i / of_line] + ahead * a_step;

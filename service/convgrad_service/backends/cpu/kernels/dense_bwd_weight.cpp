@@ -269,9 +269,11 @@ struct WeightGradient {
             i64 k = 0;
             for (i64 i = 0; i < cut.tiles; ++i) {
               const i64 rows = cut.base + (i < cut.extra);
-              const Product<T> product{tile.y.data + k, 1, tile.y.pixel, tile.x.data + c,
-                                       args.stride[2] * tile.x.pixel, segments, count,
-                                       to + k * sums.row + c, sums.row, !empty, 0, 0};
+              Product<T> product{tile.y.data + k, 1, tile.y.pixel, tile.x.data + c,
+                                 args.stride[2] * tile.x.pixel, segments, count,
+                                 to + k * sums.row + c, sums.row, !empty, 0, 0};
+              // The last channel of the next rows, which in place may be in no cache.
+              if (y_in_place) product.fetched = 2 * rows - 1;
               brgemm<T, Walk::kUnitRow>(product, static_cast<int>(rows), vectors);
               k += rows;
             }
