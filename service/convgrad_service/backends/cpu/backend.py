@@ -88,8 +88,9 @@ class CpuBackend(OnHost):
             if problem.flops < WATCHED_FLOPS and problem.memory_bytes < WATCHED_BYTES:
                 cancelled = None
         started = time.perf_counter()
-        given_bytes = sum([array.nbytes for array in tensors.values()])
-        self._machine.workers.wake(given_bytes // HELPED_BYTES)
+        workers = self._machine.workers
+        if workers.threads > 1:
+            workers.wake(sum([array.nbytes for array in tensors.values()]) // HELPED_BYTES)
         whole = {name: _in_elements(array) for name, array in tensors.items()}
         try:
             machine = replace(self._machine, out=out) if out else self._machine

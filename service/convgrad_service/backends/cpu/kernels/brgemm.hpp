@@ -100,8 +100,11 @@ __attribute__((noinline)) void brgemm_tile(const Product<T>& p) {
       Vec<T> column[vectors];
 #pragma clang loop unroll(full)
       for (int v = 0; v < vectors; ++v) column[v] = load_raw<Vec<T>>(b + ahead * b_step + v * lanes);
-      // Into the L2 cache, since the tile's part of A and B fill the L1 cache.
-      if (walk == Walk::kUnitRow) __builtin_prefetch(a[0] + ahead * a_step + p.fetched, 0, 2);
+      // Into the L2 cache, since the tile's part of A and B fill the L1 cache. With one vector, loads
+      // take longer than products.
+      if (walk == Walk::kUnitRow && vectors > 1) {
+        __builtin_prefetch(a[0] + ahead * a_step + p.fetched, 0, 2);
+      }
 #pragma clang loop unroll(full)
       for (int i = 0; i < rows; ++i) {
         const T* const line = a[i / of_line] + ahead * a_step;

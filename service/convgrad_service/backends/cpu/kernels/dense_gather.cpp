@@ -245,24 +245,25 @@ struct Gather {
           for (i64 fw = 0; fw < w.phases && uw0 + fw < uw1; ++fw) {
             const i64 steps = (width - fw + w.phases - 1) / w.phases;
             const Progression taps_w = w.taps_of(fw);
-            const Cut cut = cut_rows(steps, kTileRows / lines);
-            i64 j = 0;
-            for (i64 tile = 0; tile < cut.tiles; ++tile) {
-              const i64 rows = cut.base + (tile < cut.extra);
-              // Taps far apart reach other steps: each tile has its own list.
-              if ((again && tile == 0) || far) {
-                segment_count = list_taps(taps_d, taps_h, taps_w, w0 + j,
-                                          w0 + (far ? j + rows : steps) - 1);
+            for (i64 j = 0; j < steps;) {
+              // Taps far apart reach padding in other steps: each run of steps has its own list.
+              const i64 until = far ? least(steps, w.unchanged(taps_w, w0 + j) - w0) : steps;
+              if (again || far) {
+                segment_count = list_taps(taps_d, taps_h, taps_w, w0 + j, w0 + until - 1);
               }
               product.segment_count = segment_count;
-              product.a = from + j * w.step * pixel;
-              product.c = row + (fw + j * w.phases) * stored;
-              if (in_rows) {
-                fetch_pixels<lines>(n, g, block, columns, ud, uh,
-                                    uw0 + fw + (at_once ? j + ahead : j) * w.phases, rows);
+              const Cut cut = cut_rows(until - j, kTileRows / lines);
+              for (i64 tile = 0; tile < cut.tiles; ++tile) {
+                const i64 rows = cut.base + (tile < cut.extra);
+                product.a = from + j * w.step * pixel;
+                product.c = row + (fw + j * w.phases) * stored;
+                if (in_rows) {
+                  fetch_pixels<lines>(n, g, block, columns, ud, uh,
+                                      uw0 + fw + (at_once ? j + ahead : j) * w.phases, rows);
+                }
+                brgemm<T, Walk::kUnitStep, lines>(product, static_cast<int>(lines * rows), vectors);
+                j += rows;
               }
-              brgemm<T, Walk::kUnitStep, lines>(product, static_cast<int>(lines * rows), vectors);
-              j += rows;
             }
           }
           again = false;

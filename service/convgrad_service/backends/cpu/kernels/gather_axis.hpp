@@ -62,6 +62,18 @@ struct Axis {
     while (tap.count > 0 && outside(tap.base + (tap.count - 1) * tap.base_step)) --tap.count;
     return tap;
   }
+  // Returns the next step, after j, at which a tap enters or leaves the source.
+  CONVGRAD_INLINE i64 unchanged(Progression tap, i64 j) const {
+    i64 next = j + result;
+    const i64 edges[] = {0, source};
+    for (; tap.count > 0; tap.advance()) {
+      for (const i64 edge : edges) {
+        const i64 first = (edge - tap.base + step - 1) / step;
+        if (first > j) next = least(next, first);
+      }
+    }
+    return next;
+  }
   // Whether a tile reads the source coordinate at a distance from its first; a tile that is
   // smaller than the dilation leaves gaps.
   bool reads(i64 distance) const {
