@@ -137,12 +137,12 @@ __attribute__((noinline)) void brgemm_tile(const Product<T>& p) {
       left -= run;
       at += run;
       i64 k = run;
-      for (; k > 1; k -= 2) {
+      for (; walk == Walk::kUnitStep && k > 1; k -= 2) {
         multiply(0);
         multiply(1);
         advance(2);
       }
-      if (k > 0) {
+      for (; k > 0; --k) {
         multiply(0);
         advance(1);
       }
