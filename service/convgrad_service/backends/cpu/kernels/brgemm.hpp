@@ -100,9 +100,9 @@ __attribute__((noinline)) void brgemm_tile(const Product<T>& p) {
       Vec<T> column[vectors];
 #pragma clang loop unroll(full)
       for (int v = 0; v < vectors; ++v) column[v] = load_raw<Vec<T>>(b + ahead * b_step + v * lanes);
-      // Into the L2 cache, since the tile's part of A and B fill the L1 cache. With one vector, loads
-      // take longer than products.
-      if (walk == Walk::kUnitRow && vectors > 1) {
+      // Into the L2 cache, since the tile's part of A and B fill the L1 cache. With one vector or few
+      // rows, loads take longer than products.
+      if (walk == Walk::kUnitRow && vectors > 1 && rows > 6) {
         __builtin_prefetch(a[0] + ahead * a_step + p.fetched, 0, 2);
       }
 #pragma clang loop unroll(full)
