@@ -28,7 +28,7 @@ __all__ = [
 
 DTYPE_CODES = {DType.FLOAT16: 0, DType.BFLOAT16: 1, DType.FLOAT32: 2, DType.FLOAT64: 3}
 _CODE_OF = {dtype.numpy: code for dtype, code in DTYPE_CODES.items()}
-PHASES = 6
+PHASES, SHARES = 6, 8
 _Strides = ctypes.c_int64 * 6
 
 
@@ -69,14 +69,22 @@ class ConvArgs(ctypes.Structure):
 
 
 class Control(ctypes.Structure):
-    """The task counters of one launch, initially zero; see ``kernels/conv_args.hpp``."""
+    """The task counters of one launch; see ``kernels/conv_args.hpp``."""
 
     _fields_ = (
         ("cancelled", ctypes.c_int64),
         ("error", ctypes.c_int64),
-        ("next", ctypes.c_int64 * PHASES),
+        ("shares", ctypes.c_int64),
+        ("next", ctypes.c_int64 * SHARES * PHASES),
         ("done", ctypes.c_int64 * PHASES),
     )
+
+    @classmethod
+    def of(cls, threads: int) -> Control:
+        """Return counters of which nothing is claimed."""
+        control = cls()
+        control.shares = min(threads, SHARES)
+        return control
 
 
 def view_of(array: NDArray[Any] | None, lead: int = 0) -> View:

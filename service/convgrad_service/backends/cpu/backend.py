@@ -23,6 +23,8 @@ from convgrad_service.process import usable_cores
 
 __all__ = ["CpuBackend"]
 
+# A helper thread is woken before a launch is planned, for so many bytes of the given tensors each.
+HELPED_BYTES = 64 * 1024
 # Below both limits a problem finishes so fast that watching for cancellation does not pay.
 WATCHED_FLOPS, WATCHED_BYTES = 2_000_000_000, 64 * 1024 * 1024
 
@@ -86,6 +88,9 @@ class CpuBackend(OnHost):
             if problem.flops < WATCHED_FLOPS and problem.memory_bytes < WATCHED_BYTES:
                 cancelled = None
         started = time.perf_counter()
+        workers = self._machine.workers
+        if workers.threads > 1:
+            workers.wake(sum([array.nbytes for array in tensors.values()]) // HELPED_BYTES)
         whole = {name: _in_elements(array) for name, array in tensors.items()}
         try:
             machine = replace(self._machine, out=out) if out else self._machine

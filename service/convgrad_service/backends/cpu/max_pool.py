@@ -333,5 +333,5 @@ def _run(
         tasks=plan.tasks,
         cancelled=cancelled,
     )
-    valid = int(control.done[1]) if control.next[0] else None
+    valid = int(control.done[1]) if any(control.next[0]) else None
     return plan.scratch_bytes * workers.threads, valid

@@ -69,6 +69,7 @@ class Workers:
         self._team = (ctypes.c_uint64 * TEAM_WORDS)()
         self._free_slots = list(range(TEAM_SLOTS))
         self._run = team_function("run", 7)
+        self._wake = team_function("wake", 2)
         work, team = team_function("work", 1), self._team
         self._helpers = [
             # The thread's reference keeps the team alive after this object. Daemon, since it waits
@@ -79,6 +80,11 @@ class Workers:
         for helper in self._helpers:
             helper.start()
         self._stop = weakref.finalize(self, team_function("stop", 1), ctypes.addressof(team))
+
+    def wake(self, helpers: int) -> None:
+        """Wake up to so many helper threads for a launch that follows within 100 microseconds."""
+        if (helpers := min(helpers, self.threads - 1)) > 0:
+            self._wake(ctypes.addressof(self._team), helpers)
 
     def launch(
         self,
@@ -107,12 +113,12 @@ class Workers:
         DeadlineExceeded
             ``cancelled`` was set. The outputs are incomplete.
         """
-        control = Control()
         threads = self.threads if tasks is None else max(1, min(self.threads, tasks))
         try:
             slot = self._free_slots.pop()
         except IndexError:
             slot, threads = None, 1  # all slots in use: enough launches to occupy the CPU
+        control = Control.of(threads)
         buffers = [self.workspaces.take(scratch_bytes) for _ in range(threads)]
         scratch = (ctypes.c_void_p * threads)(*(buffer.address for buffer in buffers))
         addresses = ctypes.addressof(args), ctypes.addressof(control)
@@ -155,7 +161,7 @@ class Rehearsal(Workers):
         tasks: int | None = None,
         cancelled: threading.Event | None = None,
     ) -> Control:
-        return Control()
+        return Control.of(1)
 
     def close(self) -> None:
         pass

@@ -49,9 +49,9 @@ def _counting(total: int, pause_s: float = 0.0) -> library.Kernel:
         control = Control.from_address(control_at)
         while not control.cancelled:
             with lock:
-                if control.next[0] >= total:
+                if control.next[0][0] >= total:
                     return
-                control.next[0] += 1
+                control.next[0][0] += 1
             time.sleep(pause_s)
 
     entry: library.Kernel = ctypes.CFUNCTYPE(None, *(ctypes.c_void_p,) * 3)(kernel)
@@ -102,7 +102,7 @@ def test_threads_that_wait_for_the_interpreter_are_woken_on_time() -> None:
 
 def test_every_task_is_taken_once() -> None:
     workers = Workers(3, 0)
-    assert workers.launch(_counting(100), ConvArgs()).next[0] == 100
+    assert workers.launch(_counting(100), ConvArgs()).next[0][0] == 100
     workers.close()
 
 
@@ -112,7 +112,7 @@ def test_launches_side_by_side_share_the_threads() -> None:
         launched = [
             callers.submit(workers.launch, _counting(20, 0.001), ConvArgs()) for _ in range(16)
         ]
-        assert [one.result(timeout=120).next[0] for one in launched] == [20] * 16
+        assert [one.result(timeout=120).next[0][0] for one in launched] == [20] * 16
     workers.close()
 
 
@@ -200,6 +200,6 @@ def test_a_launch_with_too_little_scratch_is_refused_by_the_kernel() -> None:
         getattr(args, name)[:] = (1, 1, 1)
     args.dtype = args.result_dtype = 2
     args.block[:5] = (1, 1, 1, 1, 1)
-    control = Control()
+    control = Control.of(1)
     library.load().kernel("dense_fwd")(ctypes.addressof(args), ctypes.addressof(control), 0)
     assert control.error == 1

@@ -3,6 +3,8 @@
 //   C[i][j] (+)= sum over segments b, sum over k < b.k :
 //                A[b.a + i * a_row + k * a_step] * B[b.b + k * b_step + j]
 //
+// In a gather, B is a panel whose rows are as wide as the tile, and b.b counts rows.
+//
 // M = rows (pixels of a gather, output channels of a weight gradient), N = one or two vectors of
 // channels, K = segments x k. A is broadcast, B is loaded as vectors.
 //
@@ -19,7 +21,7 @@
 
 namespace convgrad {
 
-// One element of the batch: its offsets in A and B, and its length along K.
+// One element of the batch: where it is in A and B, and its length along K.
 struct Segment {
   i64 a;
   i64 b;
@@ -48,20 +50,42 @@ struct Product {
   // Rows may be of two lines, half of them each.
   i64 a_line;
   i64 c_line;
+  i64 fetched = 0;       // of A in a weight gradient: how far from the first row
+  int last = kLanes<T>;  // lanes of the last vector that a gather stores
 };
 
 // Which stride of A is known to be 1: its channels are K in a gather, M in a weight gradient.
 enum class Walk { kUnitStep, kUnitRow };
 
+// Where row r of a line is: at (odd factor of r) * pitch * 2^n, which an address computes from the
+// odd multiples of the pitch in registers. Additions would take cycles from the ports that multiply.
+template <class T, int rows>
+struct RowOffsets {
+  i64 odd[rows / 2 + 1];  // bytes
+  explicit CONVGRAD_INLINE RowOffsets(i64 pitch) {
+#pragma clang loop unroll(full)
+    for (int i = 0; i < rows / 2 + 1; ++i) {
+      odd[i] = (2 * i + 1) * pitch * static_cast<i64>(sizeof(T));
+      __asm__("" : "+r"(odd[i]));  // not to be computed anew
+    }
+  }
+  CONVGRAD_INLINE const T* at(const T* first, int r) const {
+    if (r == 0) return first;
+    const int twos = __builtin_ctz(static_cast<u32>(r));
+    return reinterpret_cast<const T*>(reinterpret_cast<const char*>(first) +
+                                      (odd[(r >> twos) / 2] << twos));
+  }
+};
+
 template <class T, int rows, int vectors, Walk walk, int lines>
 __attribute__((noinline)) void brgemm_tile(const Product<T>& p) {
   constexpr int lanes = kLanes<T>, of_line = rows / lines;
-  const i64 a_row = walk == Walk::kUnitRow ? 1 : p.a_row;
   const i64 a_step = walk == Walk::kUnitStep ? 1 : p.a_step;
-  const i64 b_step = walk == Walk::kUnitStep ? kTileColumns<T> : p.b_step;
+  const i64 b_step = walk == Walk::kUnitStep ? vectors * lanes : p.b_step;
+  const RowOffsets<T, walk == Walk::kUnitRow ? 1 : of_line> offsets(p.a_row);
   const Segment* segment = p.segments;
   const Segment* const end = segment + p.segment_count;
-  const T *a = nullptr, *b = nullptr;
+  const T *a[lines] = {}, *b = nullptr;
   i64 left = 0, at = 0;  // of the segment; index along K
   bool adds = p.adds;
   do {
@@ -71,12 +95,40 @@ __attribute__((noinline)) void brgemm_tile(const Product<T>& p) {
 #pragma clang loop unroll(full)
       for (int v = 0; v < vectors; ++v) sum[i][v] = splat<T>(0);
     }
+    // Multiplies what is `ahead` steps of K on.
+    const auto multiply = [&](int ahead) __attribute__((always_inline)) {
+      Vec<T> column[vectors];
+#pragma clang loop unroll(full)
+      for (int v = 0; v < vectors; ++v) column[v] = load_raw<Vec<T>>(b + ahead * b_step + v * lanes);
+      // Into the L2 cache, since the tile's part of A and B fill the L1 cache. With one vector or few
+      // rows, loads take longer than products.
+      if (walk == Walk::kUnitRow && vectors > 1 && rows > 6) {
+        __builtin_prefetch(a[0] + ahead * a_step + p.fetched, 0, 2);
+      }
+#pragma clang loop unroll(full)
+      for (int i = 0; i < rows; ++i) {
+        const T* const line = a[i / of_line] + ahead * a_step;
+        const int r = i % of_line;
+        const Vec<T> value = splat<T>(walk == Walk::kUnitRow ? line[r] : *offsets.at(line, r));
+#pragma clang loop unroll(full)
+        for (int v = 0; v < vectors; ++v) sum[i][v] += value * column[v];
+      }
+    };
+    const auto advance = [&](int steps) __attribute__((always_inline)) {
+#pragma clang loop unroll(full)
+      for (int l = 0; l < lines; ++l) {
+        a[l] += steps * a_step;
+        __asm__("" : "+r"(a[l]));  // one pointer for all rows
+      }
+      b += steps * b_step;
+    };
     for (i64 stop = -1; left > 0 || segment < end;) {
       if (left == 0) {
-        a = p.a + segment->a;
-        b = p.b + segment->b;
+#pragma clang loop unroll(full)
+        for (int l = 0; l < lines; ++l) a[l] = p.a + segment->a + l * p.a_line;
+        b = p.b + segment->b * (walk == Walk::kUnitStep ? b_step : 1);
         left = segment->k;
-        if (walk == Walk::kUnitStep) at = segment->b / kTileColumns<T>;
+        if (walk == Walk::kUnitStep) at = segment->b;
         ++segment;
       }
       if (stop < 0) stop = (at / kBlock + 1) * kBlock;
@@ -84,22 +136,15 @@ __attribute__((noinline)) void brgemm_tile(const Product<T>& p) {
       const i64 run = least(left, stop - at);
       left -= run;
       at += run;
-      for (i64 k = run; k > 0; --k) {
-        Vec<T> column[vectors];
-#pragma clang loop unroll(full)
-        for (int v = 0; v < vectors; ++v) column[v] = load_raw<Vec<T>>(b + v * lanes);
-        const T* row = a;
-#pragma clang loop unroll(full)
-        for (int i = 0; i < rows; ++i) {
-          if (i > 0 && i % of_line == 0) row = a + p.a_line;
-          const int next = i % of_line % 3;
-          const Vec<T> value = splat<T>(row[next * a_row]);
-#pragma clang loop unroll(full)
-          for (int v = 0; v < vectors; ++v) sum[i][v] += value * column[v];
-          if (next == 2) row += 3 * a_row;
-        }
-        a += a_step;
-        b += b_step;
+      i64 k = run;
+      for (; walk == Walk::kUnitStep && k > 1; k -= 2) {
+        multiply(0);
+        multiply(1);
+        advance(2);
+      }
+      for (; k > 0; --k) {
+        multiply(0);
+        advance(1);
       }
     }
 #pragma clang loop unroll(full)
@@ -107,7 +152,12 @@ __attribute__((noinline)) void brgemm_tile(const Product<T>& p) {
 #pragma clang loop unroll(full)
       for (int v = 0; v < vectors; ++v) {
         T* to = p.c + i / of_line * p.c_line + i % of_line * p.c_row + v * lanes;
-        store_raw(to, adds ? load_raw<Vec<T>>(to) + sum[i][v] : sum[i][v]);
+        if (walk == Walk::kUnitStep && v == vectors - 1 && p.last < lanes) {
+          if (adds) sum[i][v] += load_raw_first<T, lanes>(to, p.last);
+          store_raw_first<T, lanes>(to, sum[i][v], p.last);
+        } else {
+          store_raw(to, adds ? load_raw<Vec<T>>(to) + sum[i][v] : sum[i][v]);
+        }
       }
     }
     adds = true;

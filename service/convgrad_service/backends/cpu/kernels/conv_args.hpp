@@ -48,22 +48,36 @@ struct ConvArgs {
   int64_t block[8];       // blocking parameters from the plan, documented by each kernel
 };
 
-// Shared by the threads of one launch, initially zero. A kernel runs in phases, in each of which
-// threads claim tasks until none is left. So a thread that arrives late finds fewer tasks, and no
-// thread waits for one that never arrives.
-constexpr int kPhases = 6;
+// Shared by the threads of one launch, zero but for `shares`. A kernel runs in phases, in each of
+// which threads claim tasks until none is left. So a thread that arrives late finds fewer tasks, and
+// no thread waits for one that never arrives. Each phase's tasks are divided into equal shares of
+// consecutive ones. A thread claims those of its own share first, the same in every launch, so that
+// what it reads and writes stays in its caches, then those of others.
+constexpr int kPhases = 6, kShares = 8;
 struct Control {
   int64_t cancelled;  // set by the host at any time: no further tasks are claimed
   int64_t error;      // set by kernels, which document the values
-  int64_t next[kPhases];
+  int64_t shares;     // 1 to kShares
+  int64_t next[kPhases][kShares];
   int64_t done[kPhases];
 };
+
+// The calling thread's share, modulo their number; team.cpp sets it.
+inline thread_local int64_t own_share = 0;
 
 // Returns the next task of a phase, or -1 if none is left or the launch is cancelled.
 inline int64_t take_task(Control* control, int phase, int64_t total) {
   if (__atomic_load_n(&control->cancelled, __ATOMIC_RELAXED)) return -1;
-  int64_t index = __atomic_fetch_add(&control->next[phase], 1, __ATOMIC_RELAXED);
-  return index < total ? index : -1;
+  const int64_t shares = control->shares, each = total / shares, rest = total % shares;
+  for (int64_t i = 0; i < shares; ++i) {
+    const int64_t share = (own_share + i) % shares;
+    int64_t* next = &control->next[phase][share];
+    const int64_t count = each + (share < rest);
+    if (__atomic_load_n(next, __ATOMIC_RELAXED) >= count) continue;
+    const int64_t index = __atomic_fetch_add(next, 1, __ATOMIC_RELAXED);
+    if (index < count) return share * each + (share < rest ? share : rest) + index;
+  }
+  return -1;
 }
 
 // Call after each task of a phase that wait_phase waits for.

@@ -32,6 +32,7 @@ namespace convgrad {
 namespace {
 
 constexpr int kErrorScratch = 1;
+constexpr i64 kFetchedBytes = 1 << 20;
 constexpr i64 kReduceTaps = 64;      // block size of the transposition in `reduce`
 constexpr i64 kReduceChannels = 128;
 
@@ -49,6 +50,7 @@ struct WeightGradient {
   i64 taps, padded_c;  // padded_c: row pitch of a partial gradient
   i64 y_pixel, x_pixel, slab_width, slab_rows;
   bool y_in_place, x_in_place;
+  bool y_fetched;  // y is read in place, and too large for the L2 cache
   i64 x_end;  // elements of x that may be read in place
   Segment* segments;
   Piece* pieces;
@@ -71,6 +73,8 @@ struct WeightGradient {
     slab_rows = (tile_rows - 1) * a.stride[1] + (a.kernel[1] - 1) * a.dilation[1] + 1;
     y_in_place = in_place<E>(a.y);
     x_in_place = in_place<E>(a.x);
+    const i64 y_elements = units * tile_columns * a.groups * a.out_channels;
+    y_fetched = y_in_place && y_elements * static_cast<i64>(sizeof(T)) > kFetchedBytes;
     x_end = x_in_place ? span(a.x, a.batch, a.groups, a.in_channels, a.input) : 0;
     char* at = static_cast<char*>(scratch);
     segments = reinterpret_cast<Segment*>(at);
@@ -269,9 +273,11 @@ struct WeightGradient {
             i64 k = 0;
             for (i64 i = 0; i < cut.tiles; ++i) {
               const i64 rows = cut.base + (i < cut.extra);
-              const Product<T> product{tile.y.data + k, 1, tile.y.pixel, tile.x.data + c,
-                                       args.stride[2] * tile.x.pixel, segments, count,
-                                       to + k * sums.row + c, sums.row, !empty, 0, 0};
+              Product<T> product{tile.y.data + k, 1, tile.y.pixel, tile.x.data + c,
+                                 args.stride[2] * tile.x.pixel, segments, count,
+                                 to + k * sums.row + c, sums.row, !empty, 0, 0};
+              // The last channel of the next rows, which before the first pass are in no cache.
+              if (y_fetched && c == 0 && i + 1 < cut.tiles) product.fetched = 2 * rows - 1;
               brgemm<T, Walk::kUnitRow>(product, static_cast<int>(rows), vectors);
               k += rows;
             }

@@ -33,6 +33,8 @@ namespace convgrad {
 namespace {
 
 constexpr int kErrorScratch = 1;
+// Of a result, how far ahead of the stores its lines are fetched.
+constexpr i64 kFetchedBytes = 4096;
 
 template <class E>
 struct Gather {
@@ -97,15 +99,23 @@ struct Gather {
     return args.groups * blocks * panel * static_cast<i64>(sizeof(T));
   }
 
+  // Vectors of a block's channels: the rows of its panel are as wide, within room for full ones.
+  int vectors_of(i64 block) const {
+    return result_channels - block * kColumns > kLanes<T> ? kTileVectors : 1;
+  }
+
+  // Rows are in the order in which a row of the source is read: backwards in a backward pass.
   void pack_panel(i64 g, i64 block) const {
     const i64 first = block * kColumns;
     const i64 width = least(kColumns, result_channels - first);
+    const i64 row = vectors_of(block) * kLanes<T>;
     T* to = panels + (g * blocks + block) * panel;
     const S* from = static_cast<const S*>(weight.data) + g * weight.stride[0] +
                     first * weight.stride[1];
     const i64 by_result = weight.stride[1], by_source = weight.stride[2];
-    const i64 tap_row = source_channels * kColumns;
-    if (width < kColumns) __builtin_memset(to, 0, panel * sizeof(T));
+    if (width < row) __builtin_memset(to, 0, taps * source_channels * row * sizeof(T));
+    const i64 tap_row = (w.backward ? -1 : 1) * source_channels * row;
+    if (w.backward) to -= (taps - 1) * tap_row;
     if (weight.stride[5] == 1 && w.taps > 1 && by_result != 1 && by_source != 1) {
       // Taps are contiguous: transpose (taps x result channels) for each source channel, over the
       // whole kernel at once if that is contiguous.
@@ -114,14 +124,14 @@ struct Gather {
       for (i64 tap = 0; tap < taps; tap += run) {
         const S* at = from + tap_offset(tap);
         for (i64 c = 0; c < source_channels; ++c) {
-          read_matrix<E>(at + c * by_source, 1, by_result, run, width,
-                         to + tap * tap_row + c * kColumns, tap_row);
+          read_matrix<E>(at + c * by_source, 1, by_result, run, width, to + tap * tap_row + c * row,
+                         tap_row);
         }
       }
     } else {
       for (i64 tap = 0; tap < taps; ++tap) {
         read_matrix<E>(from + tap_offset(tap), by_source, by_result, source_channels, width,
-                       to + tap * tap_row, kColumns);
+                       to + tap * tap_row, row);
       }
     }
   }
@@ -169,7 +179,6 @@ struct Gather {
   i64 list_taps(Progression t, const Progression& taps_h, const Progression& taps_w, i64 first_step,
                 i64 last_step) const {
     i64 count = 0;
-    const i64 tap_row = source_channels * kColumns;
     for (; t.count > 0; t.advance()) {
       for (Progression r = taps_h; r.count > 0; r.advance()) {
         for (Progression s = taps_w; s.count > 0; s.advance()) {
@@ -177,10 +186,11 @@ struct Gather {
           if (first_step * w.step + s.base >= w.source) continue;
           const i64 a = (t.base - d.lowest) * slab_plane + (r.base - h.lowest) * slab_row +
                         (s.base - w.lowest) * pixel;
-          const i64 b = ((t.tap * h.taps + r.tap) * w.taps + s.tap) * tap_row;
+          const i64 tap = (t.tap * h.taps + r.tap) * w.taps + s.tap;
+          const i64 b = (w.backward ? taps - 1 - tap : tap) * source_channels;
           if (count > 0) {
             Segment& last = segments[count - 1];
-            if (last.a + last.k == a && last.b + last.k * kColumns == b) {
+            if (last.a + last.k == a && last.b + last.k == b) {
               last.k += source_channels;
               continue;
             }
@@ -206,20 +216,21 @@ struct Gather {
     // Rows of pixels with contiguous channels are written as soon as they are computed.
     const bool in_rows = result.stride[2] == 1;
     const bool far = w.highest - w.lowest >= kTileRows;
-    const bool plain = in_place<E>(result) && args.alpha == 1 && !args.bias.data &&
-                       !(args.accumulate.data && args.beta != 0);
+    const bool at_once = in_rows && sizeof(S) == sizeof(T) && args.alpha == 1 &&
+                         !args.bias.data && !(args.accumulate.data && args.beta != 0);
     i64 segment_count = 0;
     Progression listed_d{}, listed_h{};
     bool again = true;
     for (i64 block = first_block; block < last_block; ++block) {
       const i64 columns = least(kColumns, result_channels - block * kColumns);
-      const int vectors = columns > kLanes<T> ? 2 : 1;
-      const bool at_once = plain && columns == vectors * kLanes<T>;
+      const int vectors = vectors_of(block);
+      const i64 ahead = most(kTileRows, kFetchedBytes / (columns * static_cast<i64>(sizeof(S))));
       const i64 stored = at_once ? result.stride[5] : kColumns;
       Product<T> product{nullptr, w.step * pixel, 1,
-                         panels + (g * blocks + block) * panel, kColumns, segments, 0,
+                         panels + (g * blocks + block) * panel, 0, segments, 0,
                          nullptr, w.phases * stored, false, slab_image,
                          at_once ? result.stride[0] : stage_image};
+      if (at_once) product.last = static_cast<int>(columns - (vectors - 1) * kLanes<T>);
       for (i64 ud = ud0; ud < ud1; ++ud) {
         const i64 jd = ud / d.phases;
         const Progression taps_d = d.inside(d.taps_of(ud % d.phases), jd);
@@ -229,28 +240,30 @@ struct Gather {
           const T* from = region + (jd - d0) * d.step * slab_plane + (jh - h0) * h.step * slab_row;
           T* row = stage + (in_rows ? 0 : ((ud - ud0) * stage_h + uh - uh0) * width * kColumns);
           if (at_once) row = reinterpret_cast<T*>(result_at(n, g, block, ud, uh, uw0));
-          for (int i = 0; in_rows && i < lines; ++i) {
-            fetch_row(n + i, g, block, columns, ud, uh, uw0, width);
-          }
           // Most rows have the taps of the one before.
           again = again || far || w.phases > 1 || !taps_d.same(listed_d) || !taps_h.same(listed_h);
           for (i64 fw = 0; fw < w.phases && uw0 + fw < uw1; ++fw) {
             const i64 steps = (width - fw + w.phases - 1) / w.phases;
             const Progression taps_w = w.taps_of(fw);
-            const Cut cut = cut_rows(steps, kTileRows / lines);
-            i64 j = 0;
-            for (i64 tile = 0; tile < cut.tiles; ++tile) {
-              const i64 rows = cut.base + (tile < cut.extra);
-              // Taps far apart reach other steps: each tile has its own list.
-              if ((again && tile == 0) || far) {
-                segment_count = list_taps(taps_d, taps_h, taps_w, w0 + j,
-                                          w0 + (far ? j + rows : steps) - 1);
+            for (i64 j = 0; j < steps;) {
+              // Taps far apart reach padding in other steps: each run of steps has its own list.
+              const i64 until = far ? least(steps, w.unchanged(taps_w, w0 + j) - w0) : steps;
+              if (again || far) {
+                segment_count = list_taps(taps_d, taps_h, taps_w, w0 + j, w0 + until - 1);
               }
               product.segment_count = segment_count;
-              product.a = from + j * w.step * pixel;
-              product.c = row + (fw + j * w.phases) * stored;
-              brgemm<T, Walk::kUnitStep, lines>(product, static_cast<int>(lines * rows), vectors);
-              j += rows;
+              const Cut cut = cut_rows(until - j, kTileRows / lines);
+              for (i64 tile = 0; tile < cut.tiles; ++tile) {
+                const i64 rows = cut.base + (tile < cut.extra);
+                product.a = from + j * w.step * pixel;
+                product.c = row + (fw + j * w.phases) * stored;
+                if (in_rows) {
+                  fetch_pixels<lines>(n, g, block, columns, ud, uh,
+                                      uw0 + fw + (at_once ? j + ahead : j) * w.phases, rows);
+                }
+                brgemm<T, Walk::kUnitStep, lines>(product, static_cast<int>(lines * rows), vectors);
+                j += rows;
+              }
             }
           }
           again = false;
@@ -271,13 +284,18 @@ struct Gather {
            uw * result.stride[5];
   }
 
-  // Announces the writing of a row of pixels, which are far apart, while it is computed.
-  CONVGRAD_INLINE void fetch_row(i64 n, i64 g, i64 block, i64 columns, i64 ud, i64 uh, i64 uw,
-                                 i64 width) const {
-    const S* at = result_at(n, g, block, ud, uh, uw);
+  // Announces the writing of pixels, steps of a phase from `uw` on, while others are computed: a
+  // store that misses the caches waits for its line, but a few at a time. Those past the end of a
+  // row are mostly the first of the next.
+  template <int lines>
+  CONVGRAD_INLINE void fetch_pixels(i64 n, i64 g, i64 block, i64 columns, i64 ud, i64 uh, i64 uw,
+                                    i64 count) const {
     constexpr i64 kLine = 64 / sizeof(S);
-    for (i64 i = 0; i < width; ++i, at += result.stride[5]) {
-      for (i64 c = 0; c < columns; c += kLine) __builtin_prefetch(at + c, 1);
+    for (int line = 0; line < lines; ++line) {
+      const S* at = result_at(n + line, g, block, ud, uh, uw);
+      for (i64 i = 0; i < count; ++i, at += w.phases * result.stride[5]) {
+        for (i64 c = 0; c < columns; c += kLine) __builtin_prefetch(at + c, 1);
+      }
     }
   }
 

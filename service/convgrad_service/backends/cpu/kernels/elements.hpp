@@ -212,6 +212,17 @@ CONVGRAD_INLINE void store(typename E::Storage* p, Vec<typename E::Acc> value) {
   store_raw(p, E::round(value));
 }
 
+#if defined(__AVX2__)
+// The mask of the first n lanes of 256 bits.
+template <class Lane, int lanes>
+CONVGRAD_INLINE __m256i first_lanes(int n) {
+  VecN<Lane, lanes> number;
+#pragma clang loop unroll(full)
+  for (int lane = 0; lane < lanes; ++lane) number[lane] = lane;
+  return __builtin_bit_cast(__m256i, number < VecN<Lane, lanes>(n));
+}
+#endif
+
 // Masked load and store of the first n lanes, 0 <= n <= lanes. Other lanes load as zero and are not
 // stored; their memory is not accessed.
 template <class T, int lanes>
@@ -228,6 +239,15 @@ CONVGRAD_INLINE VecN<T, lanes> load_raw_first(const T* p, int n) {
     const auto low = __builtin_bit_cast(VecN<T, 8>, _mm512_maskz_loadu_epi64(mask & 0xffu, p));
     const auto high = __builtin_bit_cast(VecN<T, 8>, _mm512_maskz_loadu_epi64(mask >> 8, p + 8));
     return __builtin_shufflevector(low, high, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  }
+#elif defined(__AVX2__)
+  if constexpr (sizeof(T) == 4 && lanes == 8) {
+    return __builtin_bit_cast(VecN<T, 8>, _mm256_maskload_epi32(reinterpret_cast<const int*>(p),
+                                                                first_lanes<i32, 8>(n)));
+  } else if constexpr (sizeof(T) == 8 && lanes == 4) {
+    return __builtin_bit_cast(
+        VecN<T, 4>, _mm256_maskload_epi64(reinterpret_cast<const long long*>(p),
+                                          first_lanes<i64, 4>(n)));
   }
 #endif
   T buffer[lanes] = {};
@@ -246,6 +266,16 @@ CONVGRAD_INLINE void store_raw_first(T* p, VecN<T, lanes> v, int n) {
     return;
   } else if constexpr (sizeof(T) == 2 && lanes == 16) {
     _mm256_mask_storeu_epi16(p, mask, __builtin_bit_cast(__m256i, v));
+    return;
+  }
+#elif defined(__AVX2__)
+  if constexpr (sizeof(T) == 4 && lanes == 8) {
+    _mm256_maskstore_epi32(reinterpret_cast<int*>(p), first_lanes<i32, 8>(n),
+                           __builtin_bit_cast(__m256i, v));
+    return;
+  } else if constexpr (sizeof(T) == 8 && lanes == 4) {
+    _mm256_maskstore_epi64(reinterpret_cast<long long*>(p), first_lanes<i64, 4>(n),
+                           __builtin_bit_cast(__m256i, v));
     return;
   }
 #endif

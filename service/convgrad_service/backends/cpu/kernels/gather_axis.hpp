@@ -42,15 +42,16 @@ struct Axis {
   bool backward;
 
   i64 slab() const { return (tile - 1) * step + highest - lowest + 1; }
-  // Returns the taps of a phase.
+  // Returns the taps of a phase, in the order of the coordinates that they read.
   CONVGRAD_INLINE Progression taps_of(i64 phase) const {
     if (!backward) return {taps, 0, 1, -pad, dilation};
-    if (phases == 1) return {taps, 0, 1, phase + pad, -dilation};
     i64 first = 0;
     while (first < taps && (phase + pad - first * dilation) % phases != 0) ++first;
     // After that, every phases / gcd(phases, dilation)-th.
-    return {(taps - first + period - 1) / period, first, period,
-            (phase + pad - first * dilation) / phases, -dilation * period / phases};
+    const i64 count = (taps - first + period - 1) / period;
+    const i64 last = first + (count - 1) * period;
+    return {count, last, -period, (phase + pad - last * dilation) / phases,
+            dilation * period / phases};
   }
   // Returns those that read the source, not padding, at step j: adjacent ones.
   CONVGRAD_INLINE Progression inside(Progression tap, i64 j) const {
@@ -60,6 +61,18 @@ struct Axis {
     while (tap.count > 0 && outside(tap.base)) tap.advance();
     while (tap.count > 0 && outside(tap.base + (tap.count - 1) * tap.base_step)) --tap.count;
     return tap;
+  }
+  // Returns the next step, after j, at which a tap enters or leaves the source.
+  CONVGRAD_INLINE i64 unchanged(Progression tap, i64 j) const {
+    i64 next = j + result;
+    const i64 edges[] = {0, source};
+    for (; tap.count > 0; tap.advance()) {
+      for (const i64 edge : edges) {
+        const i64 first = (edge - tap.base + step - 1) / step;
+        if (first > j) next = least(next, first);
+      }
+    }
+    return next;
   }
   // Whether a tile reads the source coordinate at a distance from its first; a tile that is
   // smaller than the dilation leaves gaps.

@@ -6,6 +6,9 @@
 // for the helpers inside. A helper joins any open slot with a free seat, runs the kernel until no
 // task is left, and looks again; if no slot is open, it spins briefly and then sleeps.
 //
+// Waking a thread takes tens of microseconds, as long as many a launch. So a host that knows that a
+// launch will follow wakes helpers while it prepares it.
+//
 // With few helpers, a launch first excludes them from the caller's core. The scheduler would wake
 // them on the core where they last ran or where their waker runs; there they would wait for the
 // caller, and a launch of a millisecond would be over before they migrated.
@@ -29,7 +32,9 @@ constexpr int kWaitPrivate = 128, kWakePrivate = 129;
 constexpr int kSlots = 16;
 constexpr int kPlaced = 8;  // maximum number of helpers whose affinity is set
 constexpr int kMaskWords = 16;
-constexpr int kSpins = 2000;  // about ten microseconds
+// About a hundred microseconds, in which a helper awaits the next launch, and ten, in which a caller
+// awaits its helpers.
+constexpr int kSpins = 10000, kBriefSpins = 1000;
 
 using Kernel = void (*)(const void*, Control*, void*);
 
@@ -121,6 +126,7 @@ extern "C" CONVGRAD_EXPORT void convgrad_team_work(void* pointer) {
     __atomic_store_n(&team->threads[number], thread, __ATOMIC_RELEASE);
     __atomic_store_n(&team->avoided, 0, __ATOMIC_RELEASE);  // this helper's affinity is not set yet
   }
+  own_share = number + 1;  // a caller's is 0
   while (!__atomic_load_n(&team->stopping, __ATOMIC_ACQUIRE)) {
     const uint32_t seen = __atomic_load_n(&team->sequence, __ATOMIC_ACQUIRE);
     if (help(team)) continue;
@@ -139,6 +145,14 @@ extern "C" CONVGRAD_EXPORT void convgrad_team_stop(void* pointer) {
   __atomic_store_n(&team->stopping, 1, __ATOMIC_RELEASE);
   __atomic_fetch_add(&team->sequence, 1, __ATOMIC_RELEASE);
   syscall(kFutex, &team->sequence, kWakePrivate, 0x7fffffff);
+}
+
+// Wakes helpers ahead of a launch.
+extern "C" CONVGRAD_EXPORT void convgrad_team_wake(void* pointer, int64_t helpers) {
+  using namespace convgrad;
+  Team* team = static_cast<Team*>(pointer);
+  place(team);
+  syscall(kFutex, &team->sequence, kWakePrivate, helpers);
 }
 
 // Runs one launch with the helpers that join; returns when all tasks are done.
@@ -160,7 +174,7 @@ extern "C" CONVGRAD_EXPORT void convgrad_team_run(void* pointer, int64_t index, 
   slot->kernel(args, slot->control, scratch[0]);
   __atomic_fetch_and(&slot->gate, ~kOpen, __ATOMIC_ACQ_REL);
   for (int spin = 0; __atomic_load_n(&slot->gate, __ATOMIC_ACQUIRE) & 0xffffffffu; ++spin) {
-    if (spin > kSpins) {
+    if (spin > kBriefSpins) {
       sched_yield();
     } else {
       relax();
