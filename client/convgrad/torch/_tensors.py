@@ -18,6 +18,7 @@ __all__ = [
     "dense",
     "dtype_name",
     "is_channels_last",
+    "is_forward_mode",
     "is_transformed",
     "to_numpy",
     "to_torch",
@@ -70,11 +71,14 @@ def _is_like_last(tensor: torch.Tensor) -> bool:
     return bool(strides[1])
 
 
+def is_forward_mode() -> bool:
+    """Return whether forward-mode differentiation is active, functorch's included."""
+    return forward_ad._current_level >= 0
+
+
 def is_transformed() -> bool:
     """Return whether a transform of functorch, or forward-mode differentiation, is active."""
-    return (
-        torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
-    )
+    return torch._C._functorch.peek_interpreter_stack() is not None or is_forward_mode()
 
 
 def dense(tensor: torch.Tensor, channels_last: bool) -> torch.Tensor:

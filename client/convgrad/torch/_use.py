@@ -20,8 +20,14 @@ from convgrad.errors import ServiceError
 from convgrad.torch._backends import Backend
 from convgrad.torch._choice import CHOICE, left_to_pytorch, shapes
 from convgrad.torch._passes import conv_backward_pass, conv_double_backward
-from convgrad.torch._pool_overrides import POOLING_COMPOSITIONS, POOLINGS, Own
+from convgrad.torch._pool_overrides import (
+    POOLING_COMPOSITIONS,
+    POOLING_DERIVATIVES,
+    POOLINGS,
+    Own,
+)
 from convgrad.torch._report import count_left
+from convgrad.torch._tensors import is_forward_mode
 from convgrad.torch._timed import timed
 
 __all__ = ["use"]
@@ -100,10 +106,19 @@ def _override_once() -> None:
             for operator, make in operators.items():
                 override = make(_own(f"aten::{operator}", key))
                 CHOICE.overrides.setdefault(key, {})[operator] = override
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # the override is intended
-                    library.impl(operator, override, key)
+                _implement(library, operator, override, key)
+        for operator, make in POOLING_DERIVATIVES.items():
+            for key in (f"Autograd{device}" for device in devices):
+                kernel = torch.library.get_kernel(f"aten::{operator}", key)
+                override = make(kernel.call_boxed)
+                _implement(library, operator, override, key, with_keyset=True)
         CHOICE.libraries.append(library)
+
+
+def _implement(library: Any, *given: Any, with_keyset: bool = False) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the override is intended
+        library.impl(*given, with_keyset=with_keyset)
 
 
 def _own(operator: str, key: str) -> Own:
@@ -169,8 +184,9 @@ def _convolution_double_backward(own: Own) -> Callable[..., Any]:
         backend = CHOICE.backend
         *second, grad_output, weight, input = given[:6]
         *rest, mask = given[6:]
-        # A third derivative may follow, which only PyTorch's composition has.
-        if backend is not None and not torch.is_grad_enabled():
+        # A third derivative may follow, which only PyTorch's composition has; so do tangents.
+        third = torch.is_grad_enabled() or is_forward_mode()
+        if backend is not None and not third:
             tensors = grad_output, input, weight
             try:
                 return conv_double_backward(backend, second, tensors, _geometry(*rest), tuple(mask))
