@@ -73,7 +73,7 @@ def _is_like_last(tensor: torch.Tensor) -> bool:
 
 def is_forward_mode() -> bool:
     """Return whether forward-mode differentiation is active, functorch's included."""
-    return forward_ad._current_level >= 0
+    return bool(forward_ad._current_level >= 0)
 
 
 def is_transformed() -> bool:
