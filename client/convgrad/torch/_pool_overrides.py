@@ -23,7 +23,7 @@ from convgrad.torch._choice import CHOICE, left_to_pytorch, shapes, takes_forwar
 from convgrad.torch._pool_passes import POOL_BACKWARDS, POOL_FORWARDS
 from convgrad.torch._prepared import computable
 from convgrad.torch._report import count_left
-from convgrad.torch._tensors import is_forward_mode, is_transformed
+from convgrad.torch._tensors import is_forward_mode, is_transformed, scatter_maxima
 
 __all__ = ["POOLINGS", "POOLING_COMPOSITIONS", "POOLING_DERIVATIVES", "Own"]
 
@@ -134,9 +134,7 @@ def _indices_backward(ndim: int) -> Callable[[Own], Callable[..., Any]]:
                 return computed
             # Autograd's tangent is the operator's result for the tangents of grad_output *and* of
             # input: ATen's kernels need only the indices, where a backend looks for the maxima.
-            zeros = torch.zeros_like(input).flatten(-ndim)
-            indices = rest[-1].flatten(-ndim)
-            return zeros.scatter_add(-1, indices, grad_output.flatten(-ndim)).view_as(input)
+            return scatter_maxima(grad_output, rest[-1], input.shape[-ndim:])
 
         return override
 
