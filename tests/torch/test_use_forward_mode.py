@@ -93,10 +93,15 @@ def test_tangents_of_gradients(layers: Loss, ndim: int) -> None:
         torch.testing.assert_close(a, b)
 
 
-def test_max_pooling_is_computed_there_without_tangents() -> None:
-    """And what reverse mode alone calls is not left to PyTorch."""
-    x = torch.randn(2, 3, 4, 4, 4, requires_grad=True)
+def test_max_pooling_from_indices_does_not_depend_on_the_input() -> None:
+    """As in graphs of forward-mode differentiation, which may be compiled before `use`."""
+    x = torch.randn(2, 3, 4, 6, 6)
+    output, indices = functional.max_pool3d(x, 2, 1, return_indices=True)
+    grad, window = torch.randn_like(output), ([2] * 3, [1] * 3, [0] * 3, [1] * 3, False)
+    backward = torch.ops.aten.max_pool3d_with_indices_backward
+    wanted = backward(grad, x, *window, indices)
     ours.report(reset=True)
     with ours.use(ours.Local(), fallback=False):
-        functional.max_pool3d(x, 2).sum().backward()
+        found = backward(grad, torch.zeros_like(x), *window, indices)
+    torch.testing.assert_close(found, wanted)
     assert {row.computed_by for row in ours.report(reset=True).rows} == {"local"}

@@ -23,9 +23,9 @@ from convgrad.torch._choice import CHOICE, left_to_pytorch, shapes, takes_forwar
 from convgrad.torch._pool_passes import POOL_BACKWARDS, POOL_FORWARDS
 from convgrad.torch._prepared import computable
 from convgrad.torch._report import count_left
-from convgrad.torch._tensors import is_forward_mode, is_transformed, scatter_maxima
+from convgrad.torch._tensors import is_transformed
 
-__all__ = ["POOLINGS", "POOLING_COMPOSITIONS", "POOLING_DERIVATIVES", "Own"]
+__all__ = ["POOLINGS", "POOLING_COMPOSITIONS", "Own"]
 
 Tensor: TypeAlias = torch.Tensor
 Own: TypeAlias = Callable[..., Any]
@@ -126,21 +126,6 @@ def _max_pool2d_backward(own: Own) -> Callable[..., Any]:
     return override
 
 
-def _indices_backward(ndim: int) -> Callable[[Own], Callable[..., Any]]:
-    def make(own: Own) -> Callable[..., Any]:
-        def override(keys: Any, grad_output: Tensor, input: Tensor, *rest: Any) -> Tensor:
-            if CHOICE.backend is None or not is_forward_mode():
-                computed: Tensor = own(keys, grad_output, input, *rest)
-                return computed
-            # Autograd's tangent is the operator's result for the tangents of grad_output *and* of
-            # input: ATen's kernels need only the indices, where a backend looks for the maxima.
-            return scatter_maxima(grad_output, rest[-1], input.shape[-ndim:])
-
-        return override
-
-    return make
-
-
 POOLINGS: dict[str, Callable[[Own], Callable[..., Any]]] = {
     **{name: _pooling(name, run, forward=False) for name, run in POOL_BACKWARDS.items()},
     **{name: _pooling(name, run, forward=True) for name, run in POOL_FORWARDS.items()},
@@ -161,8 +146,3 @@ POOLING_COMPOSITIONS: dict[str, Callable[[Own], Callable[..., Any]]] = {
     "adaptive_avg_pool3d": _composed("adaptive_avg_pool3d", 3, _adaptive_avg(3)),
 }
 """The same for autograd's kernels."""
-
-POOLING_DERIVATIVES: dict[str, Callable[[Own], Callable[..., Any]]] = {
-    f"max_pool{ndim}d_with_indices_backward": _indices_backward(ndim) for ndim in (2, 3)
-}
-"""The same for autograd's kernels, which these also call; both take the dispatcher's keys first."""

@@ -20,12 +20,7 @@ from convgrad.errors import ServiceError
 from convgrad.torch._backends import Backend
 from convgrad.torch._choice import CHOICE, left_to_pytorch, shapes
 from convgrad.torch._passes import conv_backward_pass, conv_double_backward
-from convgrad.torch._pool_overrides import (
-    POOLING_COMPOSITIONS,
-    POOLING_DERIVATIVES,
-    POOLINGS,
-    Own,
-)
+from convgrad.torch._pool_overrides import POOLING_COMPOSITIONS, POOLINGS, Own
 from convgrad.torch._report import count_left
 from convgrad.torch._tensors import is_forward_mode
 from convgrad.torch._timed import timed
@@ -106,19 +101,10 @@ def _override_once() -> None:
             for operator, make in operators.items():
                 override = make(_own(f"aten::{operator}", key))
                 CHOICE.overrides.setdefault(key, {})[operator] = override
-                _implement(library, operator, override, key)
-        for operator, make in POOLING_DERIVATIVES.items():
-            for key in (f"Autograd{device}" for device in devices):
-                kernel = torch.library.get_kernel(f"aten::{operator}", key)
-                override = make(kernel.call_boxed)
-                _implement(library, operator, override, key, with_keyset=True)
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # the override is intended
+                    library.impl(operator, override, key)
         CHOICE.libraries.append(library)
-
-
-def _implement(library: Any, *given: Any, with_keyset: bool = False) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the override is intended
-        library.impl(*given, with_keyset=with_keyset)
 
 
 def _own(operator: str, key: str) -> Own:
