@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeAlias
 
 import pytest
@@ -106,7 +107,16 @@ def test_second_derivatives(name: str, shape: tuple[int, ...], options: dict[str
     torch.manual_seed(0)
     pool: Callable[..., Tensor] = getattr(ours, name)
     small = normal(shape)
-    assert torch.autograd.gradgradcheck(lambda x: pool(x, **options), [small], fast_mode=True)
+    assert torch.autograd.gradgradcheck(
+        lambda x: pool(x, **options), [small], fast_mode=True, check_batched_grad=True
+    )
+
+
+def test_second_derivatives_of_unpooling() -> None:
+    x = torch.randperm(2 * 3 * 36).double().view(2, 3, 6, 6)
+    pooled, indices = functional.max_pool2d(x, 3, 1, return_indices=True)  # indices repeat
+    unpool = partial(ours.max_unpool2d, indices=indices, kernel_size=3, stride=1)
+    assert torch.autograd.gradgradcheck(unpool, [pooled.requires_grad_()], check_batched_grad=True)
 
 
 def test_channels_last_stays() -> None:

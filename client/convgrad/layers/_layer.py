@@ -77,7 +77,8 @@ class Layer:
                 "stride": self.stride,
                 "dilation": self.dilation,
             }
-        for name, values in lists.items():
+        padded = {} if self.kind == "adaptive_pool" else {"padding": self.padding}
+        for name, values in (lists | padded).items():
             if len(values) != self.ndim:
                 raise MalformedRequest(
                     f"the layer's {name} has {len(values)} values; expected {self.ndim}"

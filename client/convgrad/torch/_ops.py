@@ -24,6 +24,7 @@ from convgrad.torch._passes import (
     pool_forward,
 )
 from convgrad.torch._prepared import computable
+from convgrad.torch._tensors import gather_maxima
 
 __all__ = ["OPS", "default_backend"]
 
@@ -233,8 +234,7 @@ def _max_pool_backward_derivative(ctx: Any, gradient: torch.Tensor) -> tuple[Any
     """Gather the gradient at the maxima, to which the forward pass scattered it."""
     (input,) = ctx.saved_tensors
     _, indices = _with_indices(input)(input, *ctx.rest)
-    gathered = gradient.flatten(2).gather(2, indices.flatten(2)).view(indices.shape)
-    return (gathered, None, *(None,) * len(ctx.rest))
+    return (gather_maxima(gradient, indices), None, *(None,) * len(ctx.rest))
 
 
 _LIBRARY.impl(

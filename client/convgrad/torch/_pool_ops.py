@@ -20,7 +20,7 @@ from convgrad.torch._pool_passes import (
     unpool_forward,
 )
 from convgrad.torch._prepared import computable
-from convgrad.torch._tensors import dense, is_channels_last
+from convgrad.torch._tensors import dense, is_channels_last, scatter_maxima
 
 __all__ = ["OPS"]
 
@@ -198,9 +198,7 @@ def _max_unpool_derivative(ctx: Any, grad_output: Tensor) -> tuple[Any, ...]:
 def _max_unpool_backward_derivative(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     """Scatter and add: indices may repeat."""
     (indices,) = ctx.saved_tensors
-    plane = gradient.new_zeros((*gradient.shape[:2], *ctx.size)).flatten(2)
-    found = plane.scatter_add(2, indices.flatten(2).long(), gradient.flatten(2))
-    return found.unflatten(2, ctx.size), None
+    return scatter_maxima(gradient, indices, ctx.size), None
 
 
 for _name, _compute, _fake, _derivative, _save in (

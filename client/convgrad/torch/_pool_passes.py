@@ -173,11 +173,31 @@ def _aten_max_backward(
     padding: Sequence[int] = (0,),
     dilation: Sequence[int] = (1,),
     ceil_mode: bool = False,
-    indices: Tensor | None = None,
 ) -> Tensor | None:
-    """Find the maxima in the input again, which takes less time than reading 64-bit indices."""
     geometry = _max_geometry(input, kernel_size, stride, padding, dilation, ceil_mode)
     return None if geometry is None else pool_backward(backend, grad_output, input, geometry)
+
+
+def _aten_max_backward_from_indices(
+    backend: Backend, grad_output: Tensor, input: Tensor, *given: Any
+) -> Tensor | None:
+    """Use nothing of the input but its shape and format, as ATen's kernels.
+
+    Forward-mode differentiation calls the operator with the input's tangent instead of the input.
+    """
+    *window, indices = given
+    geometry = _max_geometry(input, *window)
+    if geometry is None:
+        return None
+    size = tuple(input.shape[2:])
+    parameters = {**dict(zip(_WINDOW, geometry, strict=True)), "input_size": size}
+    tensors = {"grad_output": grad_output, "indices": indices}
+    name, last = f"maxpool{len(size)}d_bwd", is_channels_last(input)
+    (grad,) = _run(backend, name, tensors, ("grad_input",), parameters, last)
+    return grad
+
+
+_WINDOW = ("kernel_size", "stride", "padding", "dilation", "ceil_mode")
 
 
 def _max_geometry(
@@ -280,7 +300,9 @@ POOL_FORWARDS: dict[str, Callable[..., Any]] = {
 
 POOL_BACKWARDS: dict[str, Callable[..., Tensor | None]] = {
     "max_pool2d_backward": _aten_max_backward,
-    **{f"max_pool{ndim}d_with_indices_backward": _aten_max_backward for ndim in (2, 3)},
+    **{
+        f"max_pool{ndim}d_with_indices_backward": _aten_max_backward_from_indices for ndim in (2, 3)
+    },
     **{f"avg_pool{ndim}d_backward": _aten_avg_backward for ndim in (2, 3)},
     **{f"_adaptive_avg_pool{n}d_backward": _aten_adaptive_avg_backward(n) for n in (2, 3)},
     **{f"adaptive_max_pool{n}d_backward": _aten_adaptive_max_backward(n) for n in (2, 3)},

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import ml_dtypes
@@ -17,8 +19,11 @@ __all__ = [
     "contract_order",
     "dense",
     "dtype_name",
+    "gather_maxima",
     "is_channels_last",
+    "is_forward_mode",
     "is_transformed",
+    "scatter_maxima",
     "to_numpy",
     "to_torch",
     "torch_order",
@@ -70,11 +75,14 @@ def _is_like_last(tensor: torch.Tensor) -> bool:
     return bool(strides[1])
 
 
+def is_forward_mode() -> bool:
+    """Return whether forward-mode differentiation is active, functorch's included."""
+    return bool(forward_ad._current_level >= 0)
+
+
 def is_transformed() -> bool:
     """Return whether a transform of functorch, or forward-mode differentiation, is active."""
-    return (
-        torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
-    )
+    return torch._C._functorch.peek_interpreter_stack() is not None or is_forward_mode()
 
 
 def dense(tensor: torch.Tensor, channels_last: bool) -> torch.Tensor:
@@ -106,6 +114,23 @@ def uses_tf32(tensor: torch.Tensor) -> bool:
         and tensor.device.type == "cuda"
         and bool(torch.backends.cudnn.allow_tf32)
     )
+
+
+def gather_maxima(planes: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    """Return the elements at the indices, each of which counts within its plane, in their shape."""
+    # `reshape`, because `flatten` has no rule for gradients in batches.
+    flat = [each.reshape(*each.shape[:2], -1) for each in (planes, indices)]
+    return flat[0].gather(2, flat[1].long()).reshape(indices.shape)
+
+
+def scatter_maxima(
+    values: torch.Tensor, indices: torch.Tensor, size: Sequence[int]
+) -> torch.Tensor:
+    """Invert `gather_maxima`, for planes of ``size``: indices may repeat, and their values add."""
+    outer = values.shape[: values.dim() - len(size)]
+    flat = [each.reshape(*outer, -1) for each in (values, indices)]
+    planes = values.new_zeros((*outer, math.prod(size)))
+    return planes.scatter_add(-1, flat[1].long(), flat[0]).reshape(*outer, *size)
 
 
 def to_numpy(tensor: torch.Tensor) -> NDArray[Any]:

@@ -22,6 +22,7 @@ from convgrad.torch._choice import CHOICE, left_to_pytorch, shapes
 from convgrad.torch._passes import conv_backward_pass, conv_double_backward
 from convgrad.torch._pool_overrides import POOLING_COMPOSITIONS, POOLINGS, Own
 from convgrad.torch._report import count_left
+from convgrad.torch._tensors import is_forward_mode
 from convgrad.torch._timed import timed
 
 __all__ = ["use"]
@@ -169,8 +170,9 @@ def _convolution_double_backward(own: Own) -> Callable[..., Any]:
         backend = CHOICE.backend
         *second, grad_output, weight, input = given[:6]
         *rest, mask = given[6:]
-        # A third derivative may follow, which only PyTorch's composition has.
-        if backend is not None and not torch.is_grad_enabled():
+        # A third derivative may follow, which only PyTorch's composition has; so do tangents.
+        third = torch.is_grad_enabled() or is_forward_mode()
+        if backend is not None and not third:
             tensors = grad_output, input, weight
             try:
                 return conv_double_backward(backend, second, tensors, _geometry(*rest), tuple(mask))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -52,16 +53,29 @@ def kernels(argv: Sequence[str] | None = None) -> int:
             failed += 1
             continue
 
+        if not all(map(compiler.is_cached, wanted)) and (why := _refuses_files(options.cache)):
+            print(f"convgrad kernels: cannot write to {options.cache}: {why}", file=sys.stderr)
+            return 1
         failures = compiler.compile_all(wanted)
         if options.copy_to is not None and not failures:
             options.copy_to.mkdir(parents=True, exist_ok=True)
             for one in wanted:
                 (options.copy_to / compiler.file_name(one)).write_bytes(compiler.cubin(one).code)
         print(*failures, sep="\n", end="\n" if failures else "", file=sys.stderr)
-        done = len(wanted) - len(failures)
+        done = sum(map(compiler.is_cached, wanted))
         print(f"{architecture}: {done} of {len(wanted)} kernels in {options.cache}", flush=True)
-        failed += len(failures)
+        failed += len(wanted) - done
     return 1 if failed else 0
+
+
+def _refuses_files(folder: Path) -> OSError | None:
+    """Return why no file can be made in a folder, which is made if it is not there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return None
+    except OSError as error:
+        return error
 
 
 def _newest_cuda() -> int:
@@ -70,6 +84,13 @@ def _newest_cuda() -> int:
         return cuda_driver_major() or MAJORS[0]
     except DeviceUnavailable:
         return MAJORS[0]
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return number
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -109,7 +130,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--jobs",
-        type=int,
+        type=_positive,
         default=usable_cores(),
         metavar="N",
         help="number of concurrent compilations",

@@ -33,10 +33,11 @@ import numpy as np
 from convgrad import layers
 from convgrad.contract import OPERATIONS
 from convgrad.contract.base import validate
-from convgrad.dtypes import DType
 from convgrad.errors import MalformedRequest, ServiceError
 from convgrad.layers import Kind
 from convgrad.wire.json_tensors import decode_tensor
+from convgrad.wire.sentences import shown
+from convgrad.wire.shapes import checked_dtype, checked_shape
 from convgrad_service.backends.base import ServingBackend
 from convgrad_service.backends.cuda.nvrtc import CompileError
 from convgrad_service.engine.memory.tensor_layout import pieces_of, problem_size
@@ -59,18 +60,14 @@ def read_warm_up(path: Path) -> list[Problem]:
         The file cannot be read or is invalid; the message says where and why.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
     found: dict[Problem, None] = {}
-    for where, operation, fields in _requests(text):
+    for where, given in _parts(text):
         try:
-            if operation not in OPERATIONS:
-                known = ", ".join(OPERATIONS)
-                raise ValueError(f"expected an operation ({known}), got {operation!r}")
-            arrays = {name: _array(name, value) for name, value in fields.items()}
-            request = validate(OPERATIONS[operation].request, arrays)
-            found[problem_from(operation, request)] = None
+            for operation, fields in _requests(given):
+                found[_problem(operation, fields)] = None
         except (ServiceError, ValueError) as error:
             raise ValueError(f"{path}, {where}: {error}") from None
     return list(found)
@@ -112,28 +109,44 @@ def _attempt(problem: Problem, action: Callable[[], object]) -> bool:
     return True
 
 
-def _requests(text: str) -> Iterator[tuple[str, Any, dict[str, Any]]]:
-    """Yield the location in the file, the operation and the fields of each request."""
+def _parts(text: str) -> Iterator[tuple[str, Any]]:
+    """Yield the location in the file and the object of each request, or of each layer."""
     try:
         whole = json.loads(text)
     except json.JSONDecodeError:
         whole = None
     if isinstance(whole, list):
         whole = {"layers": whole}
-    if isinstance(whole, dict) and "layers" in whole:
-        defaults = {key: value for key, value in whole.items() if key != "layers"}
+    if isinstance(whole, dict) and isinstance(whole.get("layers"), list):
         for number, layer in enumerate(whole["layers"]):
-            yield from _layer_requests(f"layer {number}", {**defaults, **layer})
+            known = isinstance(layer, dict)
+            name = layer.get("name", "without a name") if known else "without a name"
+            yield f"layer {number} ({name})", {**whole, **layer} if known else layer
         return
     for number, line in enumerate(text.splitlines(), 1):
         if line.strip():
-            where = f"line {number}"
             try:
-                fields = json.loads(line)
-                operation = fields.pop("operation", None)
-            except (json.JSONDecodeError, AttributeError, TypeError):
-                raise ValueError(f"{where}: expected an object in JSON") from None
-            yield where, operation, fields
+                yield f"line {number}", json.loads(line)
+            except json.JSONDecodeError:
+                yield f"line {number}", None
+
+
+def _requests(given: Any) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Yield the operation and the fields of a request, or of each that a layer stands for."""
+    if not isinstance(given, dict):
+        raise MalformedRequest("expected an object in JSON")
+    if "layers" in given:
+        yield from _layer_requests(given)
+    else:
+        yield given.get("operation"), {k: v for k, v in given.items() if k != "operation"}
+
+
+def _problem(operation: Any, fields: Mapping[str, Any]) -> Problem:
+    if not isinstance(operation, str) or operation not in OPERATIONS:
+        known = ", ".join(OPERATIONS)
+        raise MalformedRequest(f"expected an operation ({known}), got {shown(operation)}")
+    arrays = {name: _array(name, value) for name, value in fields.items()}
+    return problem_from(operation, validate(OPERATIONS[operation].request, arrays))
 
 
 def _array(name: str, value: Any) -> Any:
@@ -141,44 +154,68 @@ def _array(name: str, value: Any) -> Any:
     if not isinstance(value, Mapping) or not {"dtype", "npy"} & value.keys():
         return value
     if "shape" in value and "data" not in value:
-        return np.broadcast_to(np.empty((), DType(value["dtype"]).numpy), tuple(value["shape"]))
+        dtype = checked_dtype(value["dtype"], name=name)
+        return np.broadcast_to(np.empty((), dtype.numpy), checked_shape(value["shape"], name=name))
     return decode_tensor(value, name=name)
 
 
-def _layer_requests(
-    where: str, given: Mapping[str, Any]
-) -> Iterator[tuple[str, str, dict[str, Any]]]:
+def _layer_requests(given: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the forward operation and all gradients of a layer, for each of its batches."""
-    where = f"{where} ({given.get('name', 'without a name')})"
+    kind, operations = _KINDS[_field(given, "kind", _KIND)]
     batches = given.get("batch", given.get("N", 1))
-    try:
-        kind, operations = _KINDS[given["kind"]]
-        for batch in batches if isinstance(batches, list) else [batches]:
-            layer = _layer(given, kind, batch)
-            for operation in (name.format(layer.ndim) for name in operations):
-                shapes, parameters = layers.arguments(operation, layer)
-                dtype = given.get("dtype", "float32")
-                tensors = {name: {"shape": shape, "dtype": dtype} for name, shape in shapes.items()}
-                yield where, operation, {**tensors, **parameters}
-    except KeyError as missing:
-        raise ValueError(f"{where}: {missing} is missing") from None
-    except MalformedRequest as error:
-        raise ValueError(f"{where}: {error}") from None
+    for batch in batches if isinstance(batches, list) else [batches]:
+        layer = _layer({**given, "batch": batch}, kind)
+        for operation in (name.format(layer.ndim) for name in operations):
+            shapes, parameters = layers.arguments(operation, layer)
+            dtype = given.get("dtype", "float32")
+            tensors = {name: {"shape": shape, "dtype": dtype} for name, shape in shapes.items()}
+            yield operation, {**tensors, **parameters}
 
 
-def _layer(given: Mapping[str, Any], kind: Kind, batch: int) -> layers.Layer:
-    kernel, pools = given["kernel_size"], kind == "pool"
-    padding = given.get("padding", [0] * len(kernel))
+def _layer(given: Mapping[str, Any], kind: Kind) -> layers.Layer:
+    pools, channels = kind == "pool", _field(given, "C", _INT)
+    kernel = _field(given, "kernel_size", _INTS)
+    ones = [1] * len(kernel)
+    padding = _field(given, "padding", _PADDING, [0] * len(kernel))
     return layers.Layer(
         kind=kind,
-        batch=batch,
-        in_channels=given["C"],
-        out_channels=given["C"] if pools else given["K"],
-        groups=1 if pools else given["groups"],
-        input_size=tuple(given["input_size"]),
+        batch=_field(given, "batch", _INT),
+        in_channels=channels,
+        out_channels=channels if pools else _field(given, "K", _INT),
+        groups=1 if pools else _field(given, "groups", _INT),
+        input_size=tuple(_field(given, "input_size", _INTS)),
         kernel_size=tuple(kernel),
-        stride=tuple(given.get("stride", kernel if pools else [1] * len(kernel))),
+        stride=tuple(_field(given, "stride", _INTS, kernel if pools else ones)),
         padding=tuple((each, each) if isinstance(each, int) else tuple(each) for each in padding),
-        dilation=tuple(given.get("dilation", [1] * len(kernel))),
-        layout=given.get("layout"),
+        dilation=tuple(_field(given, "dilation", _INTS, ones)),
+        layout=None if given.get("layout") is None else _field(given, "layout", _TEXT),
     )
+
+
+def _are_ints(value: Any) -> bool:
+    return isinstance(value, list) and all(type(each) is int for each in value)
+
+
+def _are_pairs(value: Any) -> bool:
+    return isinstance(value, list) and all(_are_ints(each) and len(each) == 2 for each in value)
+
+
+_Expected = tuple[str, Callable[[Any], bool]]
+_TEXT: _Expected = "text", lambda value: isinstance(value, str)
+_INT: _Expected = "an integer", lambda value: type(value) is int
+_INTS: _Expected = "a list of integers", _are_ints
+_PADDING: _Expected = (
+    "a list of integers or of pairs of them",
+    lambda value: _are_ints(value) or _are_pairs(value),
+)
+_KIND: _Expected = " or ".join(_KINDS), lambda value: isinstance(value, str) and value in _KINDS
+
+
+def _field(given: Mapping[str, Any], name: str, expected: _Expected, default: Any = None) -> Any:
+    value = given.get(name, default)
+    if value is None:
+        raise MalformedRequest(f"{name!r} is missing")
+    sentence, fits = expected
+    if not fits(value):
+        raise MalformedRequest(f"{name} is {shown(value)}; expected {sentence}")
+    return value

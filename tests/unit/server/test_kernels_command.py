@@ -112,3 +112,35 @@ def test_what_matches_no_kernel_is_an_error(
 ) -> None:
     assert kernels(["--arch", "sm_80", "--match", "no such", "--cache", str(tmp_path)]) == 1
     assert "'no such'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("folder", ["file/below", "file"])
+def test_a_cache_that_takes_no_files_is_an_error_before_anything_is_compiled(
+    folder: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(compiling, "DEFAULT_CACHE", tmp_path / "package")
+    monkeypatch.setattr(Compiler, "compile", lambda *_: pytest.fail("compiled"))
+    (tmp_path / "file").touch()
+    cache = str(tmp_path / folder)
+    assert kernels(["--arch", "sm_80", "--match", "flat_sum", "--cache", cache]) == 1
+    assert f"cannot write to {cache}: [Errno" in capsys.readouterr().err
+
+
+def test_kernels_that_could_not_be_stored_do_not_count(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a full disk."""
+    monkeypatch.setattr(compiling, "DEFAULT_CACHE", tmp_path / "package")
+    monkeypatch.setattr(compiling, "_store", lambda *_: None)
+    assert kernels(["--arch", "sm_80", "--match", "flat_sum", "--cache", str(tmp_path)]) == 1
+    assert "sm_80: 0 of " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("jobs", ["0", "-1"])
+def test_there_is_at_least_one_job(jobs: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        kernels(["--arch", "sm_80", "--jobs", jobs])
+    assert f"argument --jobs: {jobs} is less than 1" in capsys.readouterr().err

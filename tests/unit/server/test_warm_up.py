@@ -95,10 +95,14 @@ def test_a_list_of_layers_with_batches_of_their_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ({**REQUEST, "operation": "conv"}, r"line 2: expected an operation .* got 'conv'"),
+        ({**REQUEST, "operation": "conv"}, r'line 2: expected an operation .* got "conv"'),
         ({**REQUEST, "stride": "two"}, "line 2: .*stride"),
         ({**REQUEST, "weight": {"shape": [4, 5, 3, 3], "dtype": "bfloat16"}}, "line 2: .*channels"),
         ({**REQUEST, "weight": {"shape": [4, 3, 3, 3], "dtype": "int8"}}, "line 2: .*int8"),
+        ({**REQUEST, "operation": []}, r"line 2: expected an operation .* got \[\]"),
+        ({**REQUEST, "weight": {"shape": 4, "dtype": "int8"}}, "line 2: weight: .* dtype to be"),
+        ({**REQUEST, "weight": {"shape": 4, "dtype": "float16"}}, "line 2: weight: .*list.* got 4"),
+        ({**REQUEST, "weight": {"shape": [-4], "dtype": "float16"}}, "line 2: weight: .* got -4"),
         ([1], "line 2: expected an object"),
     ],
 )
@@ -108,6 +112,36 @@ def test_what_is_wrong_is_said_with_its_place(line: Any, said: str, tmp_path: Pa
         stated(path, REQUEST, line)
     with pytest.raises(ValidationError, match=said):
         Settings(warm_up=path)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"C": "64"}, 'C is "64"; expected an integer'),
+        ({"groups": 1.5}, "groups is 1.5; expected an integer"),
+        ({"kind": ["conv"]}, r'kind is \["conv"\]; expected conv or maxpool'),
+        ({"stride": 2}, "stride is 2; expected a list of integers"),
+        ({"padding": [[1, 1, 1]]}, "padding is .*; expected a list of integers or of pairs"),
+        ({"padding": [1]}, "the layer's padding has 1 values; expected 2"),
+        ({"batch": "8"}, 'batch is "8"; expected an integer'),
+        ({"layout": 3}, "layout is 3; expected text"),
+    ],
+)
+def test_a_layer_of_other_types_is_refused(
+    given: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=rf"layers\.json, layer 1 \(.*\): {said}"):
+        stated(tmp_path / "layers.json", [LAYER, {**LAYER, **given}])
+
+
+def test_a_file_with_a_byte_order_mark_is_read_and_one_in_utf_16_is_refused(tmp_path: Path) -> None:
+    """As editors and shells on Windows write them."""
+    path = tmp_path / "requests"
+    path.write_text(json.dumps(REQUEST), encoding="utf-8-sig")
+    assert len(read_warm_up(path)) == 1
+    path.write_text(json.dumps(REQUEST), encoding="utf-16")
+    with pytest.raises(ValueError, match=f"{path} cannot be read: 'utf-8' codec"):
+        read_warm_up(path)
 
 
 def test_a_layer_that_lacks_something_is_refused(tmp_path: Path) -> None:

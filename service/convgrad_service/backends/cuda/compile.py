@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import os
 import re
+import struct
 import tempfile
 import threading
 import time
@@ -39,6 +40,7 @@ OPTIONS = (
     "--device-as-default-execution-space",
 )
 WAITS = "core/bounded_wait.cuh"
+_ELF_HEADER_BYTES = 64
 
 # In the output of ptxas -v, for each entry point.
 _FIELDS = {
@@ -193,6 +195,10 @@ class Compiler:
         code, log = self._processes.compile(Request(source, instance.source, options))
         return Cubin(code, Resources.of(log))
 
+    def is_cached(self, instance: Instance) -> bool:
+        """Return whether a file in the cache holds the cubin."""
+        return self._cached(self.file_name(instance)) is not None
+
     def close(self) -> None:
         """Kill every compilation; those who wait for one get a CompileError."""
         self._processes.close()
@@ -224,6 +230,7 @@ class Compiler:
                 if found is None:
                     cubin = self._pool.submit(self._found_or_compiled, instance, name)
                 else:
+                    self.found += 1
                     cubin = Future()
                     cubin.set_result(found)
                 wanted = self._wanted[instance] = _Wanted(instance, cubin)
@@ -240,14 +247,14 @@ class Compiler:
                 del self._wanted[wanted.instance]
 
     def _cached(self, name: str) -> Cubin | None:
-        """Read a cubin from the cache and count it as found; the caller holds the lock."""
+        """Read a cubin from the cache."""
         if self._cache is None:
             return None
         for folder in (self._cache, DEFAULT_CACHE):
             with contextlib.suppress(OSError):  # missing or unreadable
                 code = (folder / name).read_bytes()
-                self.found += 1
-                return Cubin(code, None)
+                if _is_whole(code):
+                    return Cubin(code, None)
         return None
 
     def _found_or_compiled(self, instance: Instance, name: str) -> Cubin:
@@ -257,11 +264,13 @@ class Compiler:
                 return self._compile_counted(instance)
             path = self._cache / name
             with exclusive(path.with_suffix(".lock"), self._processes.closed):
-                with self._lock:
-                    found = self._cached(name)
+                found = self._cached(name)
                 if found is None:
                     found = self._compile_counted(instance)
                     _store(path, found.code)
+                else:
+                    with self._lock:
+                        self.found += 1
             return found
         except BaseException:
             # The next request tries again.
@@ -287,6 +296,16 @@ class _Wanted:
     waiting: int = 0
 
 
+def _is_whole(code: bytes) -> bool:
+    """Return whether an ELF file has all its headers, of which NVRTC puts some last."""
+    if len(code) < _ELF_HEADER_BYTES or not code.startswith(b"\x7fELF"):
+        return False
+    tables = struct.unpack_from("<QQ", code, 32)
+    sizes = struct.unpack_from("<HHHH", code, 54)  # of an entry, and their number, for each table
+    ends = (at + sizes[2 * i] * sizes[2 * i + 1] for i, at in enumerate(tables))
+    return bool(max(ends) <= len(code))
+
+
 def _store(path: Path, code: bytes) -> None:
     """Write a cubin atomically: to a temporary file, which is then renamed."""
     try:
@@ -301,6 +320,8 @@ def _store(path: Path, code: bytes) -> None:
         os.fchmod(handle, 0o644)
         with os.fdopen(handle, "wb") as file:
             file.write(code)
+            file.flush()
+            os.fsync(handle)  # or the name could outlive a crash that the contents do not
         Path(partial).replace(path)
     except OSError:
         Path(partial).unlink(missing_ok=True)

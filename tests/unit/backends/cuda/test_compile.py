@@ -200,6 +200,19 @@ def test_the_cache_is_filled_once(nvrtc: Nvrtc, tmp_path: Path) -> None:
     assert compiler.compile_s > 0
 
 
+@pytest.mark.parametrize("kept", [0, 10, 64, 2000, -1])
+def test_a_file_that_was_cut_short_is_compiled_again(
+    kept: int, nvrtc: Nvrtc, tmp_path: Path
+) -> None:
+    compiler = Compiler(nvrtc, "sm_80", tmp_path)
+    instance = next(one for one in FAMILIES.instances() if one.source == "layout/strided_copy.cu")
+    path, whole = tmp_path / compiler.file_name(instance), compiler.cubin(instance).code
+    path.write_bytes(whole[:kept])
+    assert not compiler.is_cached(instance)
+    assert compiler.cubin(instance).code == whole == path.read_bytes()
+    assert compiler.is_cached(instance)
+
+
 def test_a_source_that_does_not_compile_is_told_with_the_log(nvrtc: Nvrtc) -> None:
     with pytest.raises(CompileError, match=r"(?s)bad\.cu failed.*no_such_thing"):
         nvrtc.compile("no_such_thing;", "bad.cu", ["--gpu-architecture=sm_80"])
