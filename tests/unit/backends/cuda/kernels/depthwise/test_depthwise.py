@@ -24,6 +24,7 @@ from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import chu
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight import DepthwiseWeight
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_args import (
     CLUSTERS,
+    MOST_CLUSTER,
     fitting_blocks,
 )
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_direct import (
@@ -320,13 +321,16 @@ def test_small_problems_are_computed_directly(
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 7, 9, 12, 13, 200])
-@pytest.mark.parametrize("columns", [1, 15, 21, 60, 200])
+@pytest.mark.parametrize("columns", [1, 15, 21, 24, 60, 200])
 def test_blocks_of_a_cluster_fit_on_the_device(blocks: int, columns: int) -> None:
     found = fitting_blocks(H200, blocks, columns, H200.multiprocessors)
     assert found in CLUSTERS or found == blocks > 12
     assert 1 <= found <= blocks + 1
     if found > 1 and found in CLUSTERS:
         assert found * columns <= H200.multiprocessors
+    if 2 < found <= MOST_CLUSTER:
+        # A cluster lies among 16 of 17 SMs: of five blocks, 23 run at once.
+        assert columns <= H200.multiprocessors / 17 * (16 // found)
     assert fitting_blocks(OLDER, blocks, columns, H200.multiprocessors) == blocks
 
 
