@@ -1,57 +1,188 @@
-"""The gradient of max pooling from indices, and max unpooling, channels first."""
+"""The gradient of max pooling from indices, and max unpooling."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from typing import Any
 
-from convgrad.dtypes import FLOATING, INDEX, DType
+from convgrad.dtypes import FLOATING, DType
 from convgrad_service.backends.cuda.arguments import pack
-from convgrad_service.backends.cuda.kernels.pool.window_box import BOX_BLOCK, Tile, tiled
-from convgrad_service.backends.cuda.kernels.pool.window_form import MOVED, FromIndices, WindowForm
+from convgrad_service.backends.cuda.kernels.core.elements import MAX_BLOCKS
+from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES
+from convgrad_service.backends.cuda.kernels.pool.window_form import (
+    LARGEST,
+    MOVED,
+    FromIndices,
+    WindowForm,
+    divider_of,
+    most_positions,
+    window_args,
+)
+from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice
-from convgrad_service.plans.cuda.program import Instance, Launch
+from convgrad_service.plans.cuda.program import Instance, Launch, ceil_div
 from convgrad_service.plans.cuda.works import WindowWork
+from convgrad_service.problems.windows import WindowAxis
 
 __all__ = ["WindowScatter"]
 
+# Threads of a block, and adjacent elements of `inner`.
+LEAST_THREADS, MOST_THREADS, WARP = 128, 512, 32
+CHANNELS = 32
+# Of the cells of a block.
+MOST_BYTES = 32 * 1024
+# What a block costs beside its windows, in windows.
+A_BLOCK = 256
+# Parts of an axis that are tried.
+PARTS = sorted({2**n for n in range(31)} | {3 * 2**n for n in range(29)} | {5, 7, 9, 10, 11, 13, 14, 15})
 
-class WindowScatter(FromIndices[tuple[WindowForm, Tile]]):
-    """The gradient of max pooling from indices, channels first, through shared memory."""
+
+ScatterArgs: Any = structure("pool/window_scatter.cu", "ScatterArgs", anonymous=("windows",))
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """What a block computes: ``size`` positions of y, in ``planes`` planes and ``channels``
+    adjacent elements of ``inner``."""
+
+    form: WindowForm
+    size: tuple[int, ...]
+    planes: int
+    channels: int
+
+    @property
+    def phases(self) -> list[int]:
+        """The most windows that contain a position, along each axis."""
+        return [min(most_positions(axis), axis.input) for axis in self.form.windows]
+
+    @property
+    def in_phase(self) -> list[int]:
+        """The most windows of a phase, along each axis."""
+        sides = zip(self.form.windows, self.size, self.phases, strict=True)
+        return [ceil_div(_covered(axis, size), phases) for axis, size, phases in sides]
+
+    @property
+    def threads(self) -> int:
+        """Windows of a phase."""
+        return self.planes * prod(self.in_phase) * self.channels
+
+    @property
+    def tiles(self) -> list[int]:
+        """Tiles of a plane along each axis."""
+        sides = zip(self.form.y_size, self.size, strict=True)
+        return [ceil_div(size, own) for size, own in sides]
+
+    @property
+    def chunks(self) -> int:
+        return ceil_div(self.form.inner, self.channels)
+
+    @property
+    def blocks(self) -> int:
+        return ceil_div(self.form.batch, self.planes) * prod(self.tiles) * self.chunks
+
+    def bytes(self, dtype: DType) -> int:
+        """Return those of the cells, with room for their misalignment."""
+        cells = self.planes * prod(self.size) * self.channels
+        cell = max(4, dtype.itemsize)
+        return ceil_div(cells * cell, CHUNK_BYTES) * CHUNK_BYTES + 8 * cell
+
+    def cost(self, device: CudaDevice) -> int:
+        """Return the windows of a multiprocessor."""
+        threads = ceil_div(self.threads, WARP) * WARP
+        each = threads * prod(self.phases) + A_BLOCK
+        return ceil_div(self.blocks, device.multiprocessors) * each
+
+
+class WindowScatter(FromIndices[Tile]):
+    """The gradient of max pooling from indices, through cells in shared memory."""
 
     name = "window_scatter"
 
-    def solve(self, work: WindowWork, device: CudaDevice) -> tuple[WindowForm, Tile] | str:
+    def solve(self, work: WindowWork, device: CudaDevice) -> Tile | str:
         if work.kind != "routes":
             return "no gradient of maxima"
         if work.x_dtype not in (None, work.dtype):
             return "sums of another type"
         form = WindowForm.of(work)
-        tile = tiled(work, form, device)
-        return tile if isinstance(tile, str) else (form, tile)
+        if form.dilated:
+            return "dilated"
+        if prod(form.x_size) == LARGEST:
+            return "numbers of windows of more than 31 bits"
+        fitting = [
+            tile
+            for tile in _tiles(form)
+            if tile.threads <= MOST_THREADS and tile.bytes(work.dtype) <= MOST_BYTES
+        ]
+        if not fitting:
+            return "windows of too many positions"
+        tile = min(fitting, key=lambda tile: tile.cost(device))
+        if tile.blocks > MAX_BLOCKS:
+            return "more blocks than a grid can have"
+        return form.why_not() or tile
 
     def launch(
-        self, work: WindowWork, device: CudaDevice, config: tuple[WindowForm, Tile], bad: str | None
+        self, work: WindowWork, device: CudaDevice, config: Tile, bad: str | None
     ) -> Launch:
-        form, tile = config
+        tile, form, args = config, config.form, ScatterArgs()
+        args.windows = window_args(form, 1, form.y_size)
+        args.wide_indices = work.index_dtype is DType.INT64
+        chunk = CHUNK_BYTES // work.dtype.itemsize
+        args.vectors = form.inner % chunk == 0 and tile.channels % chunk == 0
+        args.tile[:], args.tiles[:], args.planes = tile.size, tile.tiles, tile.planes
+        args.channels, args.chunks = tile.channels, tile.chunks
+        args.phases[:], args.in_phase[:] = tile.phases, tile.in_phase
+        room = tile.bytes(work.dtype)
+        args.cells = room
+        args.by_chunks, args.by_channels = divider_of(tile.chunks), divider_of(tile.channels)
+        args.by_stores = divider_of(tile.channels // (chunk if args.vectors else 1))
+        sides = tile.tiles, tile.in_phase, tile.size, form.y_size
+        targets = args.by_tiles, args.by_in_phase, args.by_tile, args.by_y_size
+        for dividers, divisors in zip(targets, sides, strict=True):
+            dividers[:] = [divider_of(divisor) for divisor in divisors]
+        threads = max(LEAST_THREADS, ceil_div(tile.threads, WARP) * WARP)
         return Launch(
-            _instance(work.dtype, work.index_dtype, form.is_simple(form.counted), self._moves),
-            (tile.blocks(form), 1, 1),
-            (BOX_BLOCK, 1, 1),
-            pack(tile.arguments(work, form), x=work.x, y=work.y, indices=work.indices, bad=bad),
-            tile.places(work, form).end,
+            _instance(work.dtype, self._moves),
+            (tile.blocks, 1, 1),
+            (threads, 1, 1),
+            pack(args, x=work.x, y=work.y, indices=work.indices, bad=bad),
+            room,
         )
 
     def instances(self) -> Iterable[Instance]:
-        return [
-            _instance(dtype, index, simple, self._moves)
-            for dtype in (MOVED.values() if self._moves else FLOATING)
-            for index in INDEX
-            for simple in (True, False)
-        ]
+        dtypes = MOVED.values() if self._moves else FLOATING
+        return [_instance(dtype, self._moves) for dtype in dtypes]
 
 
-def _instance(dtype: DType, index: DType, simple: bool, moves: bool) -> Instance:
+def _tiles(form: WindowForm) -> Iterator[Tile]:
+    """Those of one plane; of several whole ones; with ``inner`` of 1 those of adjacent elements."""
+    parts = ceil_div(form.inner, CHANNELS)
+    channels = ceil_div(form.inner, parts)
+    if parts > 1:
+        channels = ceil_div(channels, 8) * 8
+    whole = form.y_size
+    planes = 1
+    while planes <= form.batch:
+        yield Tile(form, whole, planes, channels)
+        planes += max(1, planes // 8)
+    sizes = [list(dict.fromkeys(ceil_div(size, n) for n in PARTS if n <= size)) for size in whole]
+    if form.inner > 1:
+        for size in product(*sizes):
+            yield Tile(form, size, 1, channels)
+        return
+    for axis in range(3):
+        for size in sizes[axis]:
+            yield Tile(form, (*(1,) * axis, size, *whole[axis + 1 :]), 1, 1)
+
+
+def _covered(axis: WindowAxis, outputs: int) -> int:
+    """Return an upper bound of the windows that contain any of adjacent positions."""
+    reach = (outputs - 1) * axis.step + axis.last - axis.first
+    return max(1, min(axis.input, ceil_div(reach, axis.unit)))
+
+
+def _instance(dtype: DType, moves: bool) -> Instance:
     element = MOVED[dtype.itemsize] if moves else dtype
-    return Instance.of(
-        "pool/window_scatter.cu", ELEMENT=element, INDEX=index, SIMPLE=simple, MOVE=moves
-    )
+    return Instance.of("pool/window_scatter.cu", ELEMENT=element, MOVE=moves)
