@@ -13,7 +13,7 @@
 
 namespace convgrad {
 
-constexpr int kBoxThreads = 256;
+constexpr int kMostThreads = 256;  // of a block
 
 struct BoxArgs {
   WindowArgs windows;
@@ -25,13 +25,10 @@ struct BoxArgs {
   int y_pitch;   // elements of y between lines, in shared memory
   int whole;     // whether a block has whole planes
   int by_lines;  // whether each line is a segment
-  int indices_at, y_at, places_at, ranges_at, weights_at;  // bytes, in shared memory
-  int staged;       // window_planes.cu: whether y, and indices of 32 bits, are copied to shared memory first
-  int ranges;       // windows of a table: along axis 1, window_scatter.cu also along axis 2
-  int phases[3];    // window_scatter.cu: the most windows that contain a position
-  int in_phase[3];  // windows of a phase
+  int y_at, places_at, ranges_at, weights_at;  // bytes, in shared memory
+  int staged;       // whether y, and indices of 32 bits, are copied to shared memory first
   Divider by_tile[3];  // axis 1: by the runs of a column
-  Divider by_tiles[3], by_phase[3], by_y_size[3];
+  Divider by_tiles[3];
 };
 
 struct Box {
@@ -79,7 +76,7 @@ struct Box {
       // The tensor may end within the last chunk.
       const i64 left = all - (from - head);
       const int whole = left < static_cast<i64>(chunks) * kChunk ? chunks - 1 : chunks;
-      const int thread = static_cast<int>(threadIdx.x);
+      const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
       if (whole < chunks && thread == 0) {
         const int rest = static_cast<int>(left) - whole * kChunk;
         cp_async<16>(target + whole * 16, source + whole * 16, rest * static_cast<int>(sizeof(E)));
@@ -87,10 +84,10 @@ struct Box {
       target += thread * 16;
       source += thread * 16;
 #pragma unroll 4
-      for (int c = thread; c < whole; c += kBoxThreads) {
+      for (int c = thread; c < whole; c += threads) {
         cp_async<16>(target, source);
-        target += kBoxThreads * 16;
-        source += kBoxThreads * 16;
+        target += threads * 16;
+        source += threads * 16;
       }
     };
     const int lines = args.by_lines ? extent[1] : 1, length = args.by_lines ? extent[2] : extent[1] * size[2];
@@ -134,16 +131,16 @@ struct Box {
       T* const target = static_cast<T*>(tensor) + (to - head);
       at -= head;
       const int whole = (head + length) / kChunk;  // chunks up to the last whole one
-      const int thread = static_cast<int>(threadIdx.x);
+      const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
       // Of the chunks that the segment covers in part, an element for each thread.
-      for (int e = thread; e < 2 * kChunk; e += kBoxThreads) {
+      for (int e = thread; e < 2 * kChunk; e += threads) {
         const int c = e < kChunk ? 0 : whole;
         const int own = c * kChunk + e % kChunk;
         const bool part = e < kChunk ? head > 0 : whole < chunks && (whole > 0 || head == 0);
         if (part && own >= head && own < head + length) target[own] = element(cells[at + own]);
       }
 #pragma unroll 4
-      for (int c = thread + (head > 0); c < whole; c += kBoxThreads) {
+      for (int c = thread + (head > 0); c < whole; c += threads) {
         const int low = c * kChunk;
         Vector<T, kChunk> values;
 #pragma unroll

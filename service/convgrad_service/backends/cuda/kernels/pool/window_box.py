@@ -15,30 +15,29 @@ from convgrad_service.backends.cuda.kernels.pool.window_form import (
     window_args,
 )
 from convgrad_service.backends.cuda.structures import structure
-from convgrad_service.plans.cuda.device import CudaDevice
+from convgrad_service.plans.cuda.device import RESERVED_BYTES, CudaDevice
 from convgrad_service.plans.cuda.program import ceil_div
 from convgrad_service.plans.cuda.works import WindowWork
 from convgrad_service.problems.windows import WindowAxis
 
-__all__ = ["BOX_BLOCK", "MOST_BYTES", "Tile", "tiled"]
+__all__ = ["MOST_BYTES", "Tile", "tiled"]
 
-BOX_BLOCK = 256
+# Threads of a block.
+BLOCKS = (256, 224, 192, 160, 128)
+# What a thread's item costs beside its lines of y, in those.
+AN_ITEM = 1.5
 # Shared memory of a block: several fit on a multiprocessor.
-MOST_BYTES = {"sums": 72 * 1024, "maxima": 72 * 1024, "routes": 56 * 1024}
+MOST_BYTES = 72 * 1024
 # Whole planes beyond those that a block needs are added up to here.
-ENOUGH_BYTES = {"sums": 40 * 1024, "maxima": 40 * 1024, "routes": 56 * 1024}
-# Blocks that keep a multiprocessor busy, and threads' items that keep a block busy.
-ENOUGH_BLOCKS = {"sums": 8, "maxima": 8, "routes": 4}
-ENOUGH_ITEMS = 128
+ENOUGH_BYTES = 40 * 1024
+# Blocks, and threads, that keep a multiprocessor busy.
+ENOUGH_BLOCKS = 8
+ENOUGH_THREADS = 1024
 # Of sums, if results are many.
 FEWER_BYTES = 24 * 1024
 # Results are many if there are so many for each position of x. Such maxima are staged in shared
 # memory.
 MANY_OUTPUTS = 0.5
-# The most windows of a table, for routes.
-MOST_COLUMNS = 512
-# Positions of a thread along axis 1.
-RUNS = (16, 8, 4, 2, 1)
 RANGE_BYTES = 8
 
 
@@ -61,8 +60,7 @@ class Tile:
     @classmethod
     def of(cls, work: WindowWork, form: WindowForm, device: CudaDevice) -> Tile | None:
         """Return None if windows are too large for shared memory."""
-        usual = MOST_BYTES[work.kind]
-        return cls._within(usual, work, form, device) or cls._within(
+        return cls._within(MOST_BYTES, work, form, device) or cls._within(
             device.shared_bytes_per_block, work, form, device
         )
 
@@ -74,9 +72,9 @@ class Tile:
         whole = cls(form.y_size, form.x_size, together, whole=True, by_lines=False)
         each = whole.places(work, form).end
         if each <= most:
-            blocks = ENOUGH_BLOCKS[work.kind] * device.multiprocessors
+            blocks = ENOUGH_BLOCKS * device.multiprocessors
             fewer = work.kind == "sums" and _many(form)
-            enough = FEWER_BYTES if fewer else ENOUGH_BYTES[work.kind]
+            enough = FEWER_BYTES if fewer else ENOUGH_BYTES
             groups = min(enough // each, ceil_div(form.batch, together * blocks))
             return replace(whole, planes=together * max(1, groups))
         for by_lines, least_lines, least_columns in ((False, 1, None), (True, 8, 32)):
@@ -101,12 +99,30 @@ class Tile:
             box[2] = form.x_size[2]
         return cls(size, tuple(box), planes, whole=False, by_lines=by_lines)
 
-    def run(self, work: WindowWork, form: WindowForm) -> int:
-        """Return the positions of a thread along axis 1."""
+    def schedule(
+        self, work: WindowWork, form: WindowForm, device: CudaDevice, shared: float
+    ) -> tuple[int, int]:
+        """Return a block's threads, and the positions of each along axis 1.
+
+        ``shared`` is the time of the lines that an item's first window shares with the one before,
+        in positions. Smaller blocks must leave a multiprocessor three quarters of the threads.
+        """
         columns = self.planes // _together(work, form) * self.size[0] * self.size[2]
         lines = self.size[1]
-        fitting = (run for run in RUNS if columns * ceil_div(lines, run) >= ENOUGH_ITEMS)
-        return ceil_div(lines, ceil_div(lines, next(fitting, 1)))
+        fit = device.shared_bytes_per_multiprocessor // (self.places(work, form).end + RESERVED_BYTES)
+
+        def resident(threads: int) -> int:
+            return min(ENOUGH_THREADS, fit * threads)
+
+        found = []
+        for run in dict.fromkeys(ceil_div(lines, parts) for parts in range(1, lines + 1)):
+            items = columns * ceil_div(lines, run)
+            for threads in BLOCKS:
+                if 4 * resident(threads) >= 3 * resident(BLOCKS[0]):
+                    turns = ceil_div(items, threads)
+                    found.append((turns * threads * (run + shared + AN_ITEM), threads, run))
+        _, threads, run = min(found)
+        return threads, run
 
     def pitch(self, work: WindowWork, form: WindowForm) -> tuple[int, int, int]:
         """Return the elements between planes, slices and lines, like those of x modulo a chunk."""
@@ -132,49 +148,32 @@ class Tile:
 
         elements = self.planes * self.pitch(work, form)[0]
         outputs = self.planes * self.size[0] * self.size[1] * self.y_pitch(work, form)
-        routes, wide = work.kind == "routes", max(4, work.dtype.itemsize)
-        indices = room(elements, work.dtype.itemsize)
         staged = self.staged(work, form)
-        y = indices + (room(elements, work.index_dtype.itemsize) if routes else 0)
-        cell = wide if routes else work.dtype.itemsize if staged else 0
-        places = y + (room(outputs, cell) if cell else 0)
+        y = room(elements, work.dtype.itemsize)
+        places = y + (room(outputs, work.dtype.itemsize) if staged else 0)
         ranges = places + (room(outputs, 4) if staged else 0)
-        weights = ranges + RANGE_BYTES * self.ranges(work, form)
-        weight_bytes = wide if form.varying == "inputs" else 0
+        weights = ranges + RANGE_BYTES * self.size[1]
+        weight_bytes = max(4, work.dtype.itemsize) if form.varying == "inputs" else 0
         end = weights + weight_bytes * sum(self.box)
-        return Places(indices, y, places, ranges, weights, end)
+        return Places(y, places, ranges, weights, end)
 
     def staged(self, work: WindowWork, form: WindowForm) -> bool:
         """Return whether results are stored in shared memory first: many maxima with indices."""
         return self.whole and work.kind == "maxima" and work.indices is not None and _many(form)
 
-    def ranges(self, work: WindowWork, form: WindowForm) -> int:
-        """Return the windows of a table: those along axis 1, for routes also along axis 2."""
-        if work.kind != "routes":
-            return self.size[1]
-        if form.is_simple(form.counted):
-            return 0
-        return self.box[1] + (self.box[2] if self.box[2] <= MOST_COLUMNS else 0)
-
-    def arguments(self, work: WindowWork, form: WindowForm) -> Any:
-        """Return the arguments of a launch."""
+    def arguments(self, work: WindowWork, form: WindowForm, run: int) -> Any:
+        """Return the arguments of a launch whose threads have ``run`` positions along axis 1."""
         args = BoxArgs()
         args.windows = window_args(form, 1, form.y_size)
         args.tile[:], args.box[:], args.tiles[:] = self.size, self.box, self.tiles(form)
-        args.planes, args.run = self.planes, self.run(work, form)
+        args.planes, args.run = self.planes, run
         args.whole, args.by_lines = self.whole, self.by_lines
-        args.ranges = self.ranges(work, form)
         args.pitch[:], args.y_pitch = self.pitch(work, form), self.y_pitch(work, form)
         places = self.places(work, form)
-        args.indices_at, args.y_at, args.places_at, args.ranges_at, args.weights_at, _ = places
+        args.y_at, args.places_at, args.ranges_at, args.weights_at, _ = places
         args.staged = self.staged(work, form)
-        axes = zip(form.windows, self.box, strict=True)
-        args.phases[:] = [min(most_positions(axis), box) for axis, box in axes]
-        args.in_phase[:] = [ceil_div(*pair) for pair in zip(self.box, args.phases, strict=True)]
-        runs = self.size[0], ceil_div(self.size[1], args.run), self.size[2]
-        sides = runs, args.tiles, args.in_phase, form.y_size
-        targets = args.by_tile, args.by_tiles, args.by_phase, args.by_y_size
-        for dividers, divisors in zip(targets, sides, strict=True):
+        runs = self.size[0], ceil_div(self.size[1], run), self.size[2]
+        for dividers, divisors in ((args.by_tile, runs), (args.by_tiles, args.tiles)):
             dividers[:] = [divider_of(divisor) for divisor in divisors]
         return args
 
@@ -204,7 +203,6 @@ def tiled(work: WindowWork, form: WindowForm, device: CudaDevice) -> Tile | str:
 class Places(NamedTuple):
     """Offsets in shared memory, in bytes: the parts that follow the box of x, and the end."""
 
-    indices: int
     y: int
     places: int
     ranges: int
@@ -218,8 +216,6 @@ def _many(form: WindowForm) -> bool:
 
 def _together(work: WindowWork, form: WindowForm) -> int:
     """Return a multiple of the planes of a thread, see ``window_planes.cu``."""
-    if work.kind == "routes":
-        return 1
     _, lines, taps = map(most_positions, form.windows)
     three = max(lines, taps) == 3 and lines > 1 and work.carried is None
     return 2 if work.dtype.itemsize == 8 or (work.kind == "maxima" and three) else 4
