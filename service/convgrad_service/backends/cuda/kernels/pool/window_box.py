@@ -10,6 +10,7 @@ from convgrad_service.backends.cuda.kernels.core.elements import MAX_BLOCKS
 from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES
 from convgrad_service.backends.cuda.kernels.pool.window_form import (
     WindowForm,
+    covered,
     divider_of,
     most_positions,
     window_args,
@@ -18,7 +19,6 @@ from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import RESERVED_BYTES, CudaDevice
 from convgrad_service.plans.cuda.program import ceil_div
 from convgrad_service.plans.cuda.works import WindowWork
-from convgrad_service.problems.windows import WindowAxis
 
 __all__ = ["MOST_BYTES", "Tile", "tiled"]
 
@@ -94,7 +94,7 @@ class Tile:
     @classmethod
     def _cut(cls, form: WindowForm, size: tuple[int, ...], planes: int, *, by_lines: bool) -> Tile:
         sides = zip(form.windows, size, strict=True)
-        box = [_covered(axis, positions) for axis, positions in sides]
+        box = [covered(axis, positions) for axis, positions in sides]
         if not by_lines:
             box[2] = form.x_size[2]
         return cls(size, tuple(box), planes, whole=False, by_lines=by_lines)
@@ -229,9 +229,3 @@ def _pitch(length: int, like: int, chunk: int) -> int:
 def _chunk(work: WindowWork) -> int:
     """Return the most elements of the tensors in a chunk."""
     return CHUNK_BYTES // min(work.dtype.itemsize, work.index_dtype.itemsize)
-
-
-def _covered(axis: WindowAxis, outputs: int) -> int:
-    """Return an upper bound of the positions in all windows of adjacent outputs."""
-    reach = (outputs - 1) * axis.step + axis.last - axis.first
-    return min(axis.input, ceil_div(reach, axis.unit))

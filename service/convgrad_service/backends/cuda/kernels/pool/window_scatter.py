@@ -17,6 +17,7 @@ from convgrad_service.backends.cuda.kernels.pool.window_form import (
     MOVED,
     FromIndices,
     WindowForm,
+    covered,
     divider_of,
     most_positions,
     window_args,
@@ -25,7 +26,6 @@ from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import Instance, Launch, ceil_div
 from convgrad_service.plans.cuda.works import WindowWork
-from convgrad_service.problems.windows import WindowAxis
 
 __all__ = ["WindowScatter"]
 
@@ -62,7 +62,7 @@ class Tile:
     def in_phase(self) -> list[int]:
         """The most windows of a phase, along each axis."""
         sides = zip(self.form.windows, self.size, self.phases, strict=True)
-        return [ceil_div(_covered(axis, size), phases) for axis, size, phases in sides]
+        return [ceil_div(covered(axis, size), phases) for axis, size, phases in sides]
 
     @property
     def threads(self) -> int:
@@ -176,11 +176,6 @@ def _tiles(form: WindowForm) -> Iterator[Tile]:
         for size in sizes[axis]:
             yield Tile(form, (*(1,) * axis, size, *whole[axis + 1 :]), 1, 1)
 
-
-def _covered(axis: WindowAxis, outputs: int) -> int:
-    """Return an upper bound of the windows that contain any of adjacent positions."""
-    reach = (outputs - 1) * axis.step + axis.last - axis.first
-    return max(1, min(axis.input, ceil_div(reach, axis.unit)))
 
 
 def _instance(dtype: DType, moves: bool) -> Instance:
