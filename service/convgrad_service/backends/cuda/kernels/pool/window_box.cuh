@@ -13,7 +13,7 @@
 
 namespace convgrad {
 
-constexpr int kMostThreads = 256;  // of a block
+constexpr int kBoxThreads = 256;
 
 struct BoxArgs {
   WindowArgs windows;
@@ -76,7 +76,7 @@ struct Box {
       // The tensor may end within the last chunk.
       const i64 left = all - (from - head);
       const int whole = left < static_cast<i64>(chunks) * kChunk ? chunks - 1 : chunks;
-      const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
+      const int thread = static_cast<int>(threadIdx.x);
       if (whole < chunks && thread == 0) {
         const int rest = static_cast<int>(left) - whole * kChunk;
         cp_async<16>(target + whole * 16, source + whole * 16, rest * static_cast<int>(sizeof(E)));
@@ -84,10 +84,10 @@ struct Box {
       target += thread * 16;
       source += thread * 16;
 #pragma unroll 4
-      for (int c = thread; c < whole; c += threads) {
+      for (int c = thread; c < whole; c += kBoxThreads) {
         cp_async<16>(target, source);
-        target += threads * 16;
-        source += threads * 16;
+        target += kBoxThreads * 16;
+        source += kBoxThreads * 16;
       }
     };
     const int lines = args.by_lines ? extent[1] : 1, length = args.by_lines ? extent[2] : extent[1] * size[2];
@@ -131,16 +131,16 @@ struct Box {
       T* const target = static_cast<T*>(tensor) + (to - head);
       at -= head;
       const int whole = (head + length) / kChunk;  // chunks up to the last whole one
-      const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
+      const int thread = static_cast<int>(threadIdx.x);
       // Of the chunks that the segment covers in part, an element for each thread.
-      for (int e = thread; e < 2 * kChunk; e += threads) {
+      for (int e = thread; e < 2 * kChunk; e += kBoxThreads) {
         const int c = e < kChunk ? 0 : whole;
         const int own = c * kChunk + e % kChunk;
         const bool part = e < kChunk ? head > 0 : whole < chunks && (whole > 0 || head == 0);
         if (part && own >= head && own < head + length) target[own] = element(cells[at + own]);
       }
 #pragma unroll 4
-      for (int c = thread + (head > 0); c < whole; c += threads) {
+      for (int c = thread + (head > 0); c < whole; c += kBoxThreads) {
         const int low = c * kChunk;
         Vector<T, kChunk> values;
 #pragma unroll

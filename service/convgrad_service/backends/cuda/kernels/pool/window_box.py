@@ -16,29 +16,29 @@ from convgrad_service.backends.cuda.kernels.pool.window_form import (
     window_args,
 )
 from convgrad_service.backends.cuda.structures import structure
-from convgrad_service.plans.cuda.device import RESERVED_BYTES, CudaDevice
+from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import ceil_div
 from convgrad_service.plans.cuda.works import WindowWork
 
-__all__ = ["MOST_BYTES", "Tile", "tiled"]
+__all__ = ["BOX_BLOCK", "MOST_BYTES", "Tile", "tiled"]
 
-# Threads of a block.
-BLOCKS = (256, 224, 192, 160, 128)
-# What a thread's item costs beside its lines of y, in those.
-AN_ITEM = 1.5
+BOX_BLOCK = 256
 # Shared memory of a block: several fit on a multiprocessor.
 MOST_BYTES = 72 * 1024
 # Whole planes beyond those that a block needs are added up to here.
 ENOUGH_BYTES = 40 * 1024
-# Blocks, and threads, that keep a multiprocessor busy.
+# Blocks that keep a multiprocessor busy, and threads' items that keep a block busy.
 ENOUGH_BLOCKS = 8
-ENOUGH_THREADS = 1024
+ENOUGH_ITEMS = 128
+# Positions of a thread along axis 1.
+RUNS = (16, 8, 4, 2, 1)
 # Of sums, if results are many.
 FEWER_BYTES = 24 * 1024
 # Results are many if there are so many for each position of x. Such maxima are staged in shared
 # memory.
 MANY_OUTPUTS = 0.5
 RANGE_BYTES = 8
+STAGED_BYTES = 2
 
 
 BoxArgs: Any = structure("pool/window_box.cuh", "BoxArgs", anonymous=("windows",))
@@ -99,30 +99,12 @@ class Tile:
             box[2] = form.x_size[2]
         return cls(size, tuple(box), planes, whole=False, by_lines=by_lines)
 
-    def schedule(
-        self, work: WindowWork, form: WindowForm, device: CudaDevice, shared: float
-    ) -> tuple[int, int]:
-        """Return a block's threads, and the positions of each along axis 1.
-
-        ``shared`` is the time of the lines that an item's first window shares with the one before,
-        in positions. Smaller blocks must leave a multiprocessor three quarters of the threads.
-        """
+    def run(self, work: WindowWork, form: WindowForm) -> int:
+        """Return the positions of a thread along axis 1."""
         columns = self.planes // _together(work, form) * self.size[0] * self.size[2]
         lines = self.size[1]
-        fit = device.shared_bytes_per_multiprocessor // (self.places(work, form).end + RESERVED_BYTES)
-
-        def resident(threads: int) -> int:
-            return min(ENOUGH_THREADS, fit * threads)
-
-        found = []
-        for run in dict.fromkeys(ceil_div(lines, parts) for parts in range(1, lines + 1)):
-            items = columns * ceil_div(lines, run)
-            for threads in BLOCKS:
-                if 4 * resident(threads) >= 3 * resident(BLOCKS[0]):
-                    turns = ceil_div(items, threads)
-                    found.append((turns * threads * (run + shared + AN_ITEM), threads, run))
-        _, threads, run = min(found)
-        return threads, run
+        fitting = (run for run in RUNS if columns * ceil_div(lines, run) >= ENOUGH_ITEMS)
+        return ceil_div(lines, ceil_div(lines, next(fitting, 1)))
 
     def pitch(self, work: WindowWork, form: WindowForm) -> tuple[int, int, int]:
         """Return the elements between planes, slices and lines, like those of x modulo a chunk."""
@@ -151,28 +133,32 @@ class Tile:
         staged = self.staged(work, form)
         y = room(elements, work.dtype.itemsize)
         places = y + (room(outputs, work.dtype.itemsize) if staged else 0)
-        ranges = places + (room(outputs, 4) if staged else 0)
+        ranges = places + (room(outputs, 4) if staged and work.kind == "maxima" else 0)
         weights = ranges + RANGE_BYTES * self.size[1]
         weight_bytes = max(4, work.dtype.itemsize) if form.varying == "inputs" else 0
         end = weights + weight_bytes * sum(self.box)
         return Places(y, places, ranges, weights, end)
 
     def staged(self, work: WindowWork, form: WindowForm) -> bool:
-        """Return whether results are stored in shared memory first: many maxima with indices."""
-        return self.whole and work.kind == "maxima" and work.indices is not None and _many(form)
+        """Return whether results are stored in shared memory first: many maxima with indices, and
+        many averages of 16 bits, whose stores would write parts of sectors."""
+        many = self.whole and _many(form)
+        if work.kind == "sums":
+            return many and work.dtype.itemsize <= STAGED_BYTES
+        return many and work.indices is not None
 
-    def arguments(self, work: WindowWork, form: WindowForm, run: int) -> Any:
-        """Return the arguments of a launch whose threads have ``run`` positions along axis 1."""
+    def arguments(self, work: WindowWork, form: WindowForm) -> Any:
+        """Return the arguments of a launch."""
         args = BoxArgs()
         args.windows = window_args(form, 1, form.y_size)
         args.tile[:], args.box[:], args.tiles[:] = self.size, self.box, self.tiles(form)
-        args.planes, args.run = self.planes, run
+        args.planes, args.run = self.planes, self.run(work, form)
         args.whole, args.by_lines = self.whole, self.by_lines
         args.pitch[:], args.y_pitch = self.pitch(work, form), self.y_pitch(work, form)
         places = self.places(work, form)
         args.y_at, args.places_at, args.ranges_at, args.weights_at, _ = places
         args.staged = self.staged(work, form)
-        runs = self.size[0], ceil_div(self.size[1], run), self.size[2]
+        runs = self.size[0], ceil_div(self.size[1], args.run), self.size[2]
         for dividers, divisors in ((args.by_tile, runs), (args.by_tiles, args.tiles)):
             dividers[:] = [divider_of(divisor) for divisor in divisors]
         return args

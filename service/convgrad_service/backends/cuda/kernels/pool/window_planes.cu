@@ -13,9 +13,9 @@
 // ROLLING: one slice, and windows of LINES lines that slide by so many of them; else 0. A line is reduced
 // once, for all windows of a run that contain it.
 // SIMPLE: one slice, and windows that slide by whole positions.
-// With `staged`, which needs MAXIMA and whole planes, results are stored in shared memory first, and from there in
+// With `staged`, which needs whole planes, results are stored in shared memory first, and from there in
 // 16-byte chunks.
-// Block: at most 256 threads. Dynamic shared memory: the box of x, staged results, the windows along axis 1 of the tile, with
+// Block: 256 threads. Dynamic shared memory: the box of x, staged results, the windows along axis 1 of the tile, with
 // WEIGHTED a weight per column, line and slice of the box. Deterministic: the order of
 // additions follows from the windows, however the tile is chosen. Relies on windows that contain a
 // position for maxima. Index limits: planes, and elements of a tile, below 2^31; offsets in 64 bits.
@@ -138,16 +138,15 @@ constexpr int kBlocks = sizeof(T) == 8 ? 3 : MAXIMA && LINES == 3 ? 5 : 4;
 constexpr int kBlocks = sizeof(T) == 8 || (MAXIMA && !LINES) ? 3 : 4;
 #endif
 
-extern "C" __global__ void __launch_bounds__(kMostThreads, kBlocks)
+extern "C" __global__ void __launch_bounds__(kBoxThreads, kBlocks)
     window_planes(const __grid_constant__ BoxArgs args) {
   extern __shared__ __align__(16) unsigned char shared[];
   const WindowArgs& windows = args.windows;
-  const int threads = static_cast<int>(blockDim.x);
   const Box box(args);
   const u32 x = shared_address(box.load<T>(args, windows.x, shared));
 #if !ROLLING
   int2* const ranges = reinterpret_cast<int2*>(shared + args.ranges_at);
-  for (int i = static_cast<int>(threadIdx.x); i < box.count[1]; i += threads) {
+  for (int i = static_cast<int>(threadIdx.x); i < box.count[1]; i += kBoxThreads) {
     const int o = box.base[1] + i;
     ranges[i] = make_int2(window_start<SIMPLE>(windows.window[1], o) - box.first[1],
                           window_stop<SIMPLE>(windows.window[1], o) - box.first[1]);
@@ -157,7 +156,7 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, kBlocks)
   S* weights = reinterpret_cast<S*>(shared + args.weights_at);
 #pragma unroll
   for (int axis = 2; axis >= 0; --axis) {
-    for (int i = static_cast<int>(threadIdx.x); i < box.extent[axis]; i += threads) {
+    for (int i = static_cast<int>(threadIdx.x); i < box.extent[axis]; i += kBoxThreads) {
       weights[i] = S(1) / static_cast<S>(window_size<SIMPLE>(windows.counted[axis], box.first[axis] + i));
     }
     weights += args.box[axis];
@@ -173,8 +172,8 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, kBlocks)
   const i64 outputs = static_cast<i64>(windows.y_size[0]) * windows.y_size[1] * windows.y_size[2];
   const i64 begin = box.plane * outputs;
   T* y = static_cast<T*>(windows.y) + begin;
-#if MAXIMA
   if (args.staged) y = reinterpret_cast<T*>(shared + args.y_at) + static_cast<int>(begin % (16 / kBytes));
+#if MAXIMA
   const bool wide = windows.wide_indices && !args.staged;
   void* places = static_cast<char*>(windows.indices) + begin * (wide ? 8 : 4);
   if (args.staged) {
@@ -182,7 +181,7 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, kBlocks)
     places = reinterpret_cast<int*>(shared + args.places_at) + lead;
   }
 #endif
-  for (int item = static_cast<int>(threadIdx.x); item < items; item += threads) {
+  for (int item = static_cast<int>(threadIdx.x); item < items; item += kBoxThreads) {
     const int above = divide(item, args.by_tile[2]), at2 = item - above * args.tile[2];
     const int outer = divide(above, args.by_tile[1]), at1 = (above - outer * runs) * windows.run;
     const int group = SIMPLE ? outer : divide(outer, args.by_tile[0]);
@@ -342,11 +341,11 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, kBlocks)
     }
 #endif
   }
-#if MAXIMA
   if (!args.staged) return;
   __syncthreads();
   const auto same = [](auto cell) { return cell; };
   if (windows.y != nullptr) box.store<T>(args, windows.y, y, same);
+#if MAXIMA
   if (windows.indices == nullptr) return;
   if (windows.wide_indices) {
     box.store<i64>(args, windows.indices, static_cast<const int*>(places), same);

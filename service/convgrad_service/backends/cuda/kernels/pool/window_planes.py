@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from convgrad.dtypes import FLOATING, DType
 from convgrad_service.backends.cuda.arguments import pack
-from convgrad_service.backends.cuda.kernels.pool.window_box import Tile, tiled
+from convgrad_service.backends.cuda.kernels.pool.window_box import BOX_BLOCK, Tile, tiled
 from convgrad_service.backends.cuda.kernels.pool.window_form import (
     LARGEST,
     SMALL,
@@ -57,15 +57,12 @@ class WindowPlanes(Solver[WindowWork, Tiled]):
 
     def fragment(self, work: WindowWork, device: CudaDevice, config: Tiled) -> Fragment:
         form, tile = config
-        variant = _variant(work, form)
-        shared = (ROLLING_LINES - variant.rolling) / variant.rolling if variant.rolling else 0
-        threads, run = tile.schedule(work, form, device, shared)
-        arguments = tile.arguments(work, form, run)
+        arguments = tile.arguments(work, form)
         arguments.windows.wide_indices = work.index_dtype is DType.INT64
         launch = Launch(
-            _instance(work.dtype, variant),
+            _instance(work.dtype, _variant(work, form)),
             (tile.blocks(form), 1, 1),
-            (threads, 1, 1),
+            (BOX_BLOCK, 1, 1),
             pack(
                 arguments,
                 x=work.x,

@@ -9,7 +9,8 @@
 // numbers are equal modulo `phases` share no cell. A thread loads a window of each phase, and adds those
 // that have their index in the tile to their cells, with a barrier after each phase.
 // With MOVE a cell is the number of the last window.
-// Block: as many threads as a phase has windows, at most 512. Dynamic shared memory: the cells.
+// Block: at least as many threads as a phase has windows, 128 to 256. Dynamic shared memory: the cells, the positions of
+// windows along each axis, the first window of each phase.
 // Deterministic, no atomics: the order of additions follows from the windows' numbers, however the tile is
 // chosen. Memory-safe for any index. Preconditions: if `inner` is 1, cells are in the order of y's elements.
 // Index limits: planes, and elements of an image of y, below 2^31; offsets in 64 bits.
@@ -32,7 +33,9 @@ struct ScatterArgs {
   int vectors;      // whether cells of 16 bytes of adjacent channels are stored at once
   int phases[3];    // the most windows that contain a position
   int in_phase[3];  // windows of a phase
-  int cells;        // bytes
+  int box[3];       // the most windows of a tile
+  int cells;        // bytes; the positions of windows follow
+  int phases_at;    // bytes, in shared memory
   Divider by_tiles[3], by_chunks;
   Divider by_channels, by_in_phase[3];  // of threads
   Divider by_stores, by_tile[3];        // of cells
@@ -56,47 +59,48 @@ constexpr int kChunk = 16 / sizeof(T);
 // Windows of a thread that are loaded before the first is added.
 constexpr int kBatch = 4;
 
-// The windows of a phase: the first of them along each axis, counted from that of the tile, and how many phases
-// follow before the axis starts again.
-struct Phase {
-  int at[3], left[3];
-
-  __device__ __forceinline__ void advance(const int (&phases)[3]) {
-#pragma unroll
-    for (int axis = 2; axis >= 0; --axis) {
-      if (++at[axis] == phases[axis]) at[axis] = 0;
-      if (--left[axis] > 0) return;
-      left[axis] = phases[axis];
-    }
-  }
+// Along an axis: the positions of the tile, [base, base + count) of y; its windows; the first phase's first window
+// among these.
+struct Side {
+  int base, count, first, extent, lead;
 };
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(512, 2)
+extern "C" __global__ void __launch_bounds__(256, sizeof(T) == 8 ? 4 : 5)
     window_scatter(const __grid_constant__ ScatterArgs args) {
   extern __shared__ __align__(16) unsigned char shared[];
+  __shared__ Side sides[3];
   const WindowArgs& windows = args.windows;
   const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
   const int(&size)[3] = windows.y_size;
-  // The tile, its first window along each axis and how many there are.
-  int base[3], count[3], first[3], extent[3];
-  int rest = static_cast<int>(blockIdx.x);
-  const int group = divide(rest, args.by_chunks), lead_channel = (rest - group * args.chunks) * args.channels;
-  rest = group;
+  const bool sliced = size[0] > 1;
+  int tile = divide(static_cast<int>(blockIdx.x), args.by_chunks);
+  const int lead_channel = (static_cast<int>(blockIdx.x) - tile * args.chunks) * args.channels;
+  int tiles[3];
 #pragma unroll
   for (int axis = 2; axis >= 0; --axis) {
-    const int outer = divide(rest, args.by_tiles[axis]);
-    base[axis] = (rest - outer * args.tiles[axis]) * args.tile[axis];
-    rest = outer;
-    count[axis] = min(args.tile[axis], size[axis] - base[axis]);
-    first[axis] = window_start(windows.window[axis], base[axis]);
-    extent[axis] = window_stop(windows.window[axis], base[axis] + count[axis] - 1) - first[axis];
+    const int outer = divide(tile, args.by_tiles[axis]);
+    tiles[axis] = tile - outer * args.tiles[axis];
+    tile = outer;
   }
-  const int plane = rest * args.planes, planes = min(args.planes, windows.batch - plane);
+  const int plane = tile * args.planes, planes = min(args.planes, windows.batch - plane);
   const int channels = min(args.channels, windows.inner - lead_channel);
-
-  // A thread's window among those of a phase, whose numbers are zero modulo `phases` here.
+  if (thread % 32 == 0 && thread < 96) {
+    const int axis = thread / 32;
+    Side side;
+    side.base = tiles[axis] * args.tile[axis];
+    side.count = min(args.tile[axis], size[axis] - side.base);
+    side.first = window_start(windows.window[axis], side.base);
+    side.extent = window_stop(windows.window[axis], side.base + side.count - 1) - side.first;
+    const int n = args.phases[axis];
+    side.lead = side.first == 0 ? 0 : n - 1 - (side.first + n - 1) % n;
+    sides[axis] = side;
+  }
+  for (int at = thread * 16; at < args.cells; at += threads * 16) {
+    *reinterpret_cast<uint4*>(shared + at) = {};
+  }
+  // A thread's window of a phase, if that is the first window of the tile.
   int own[3], own_plane = divide(thread, args.by_channels);
   const int channel = thread - own_plane * args.channels;
 #pragma unroll
@@ -105,53 +109,55 @@ extern "C" __global__ void __launch_bounds__(512, 2)
     own[axis] = (own_plane - outer * args.in_phase[axis]) * args.phases[axis];
     own_plane = outer;
   }
-  const bool mine = own_plane < planes && channel < channels;
-  const i64 x_plane = static_cast<i64>(windows.x_plane) * windows.inner;
-  const i64 image = (plane + own_plane) * x_plane + lead_channel + channel;
-  Phase loading;
+  __syncthreads();
+
+  // The windows' first positions, which may be outside of y, and lengths, axis by axis; and of each phase its first window, and how many windows before it there
+  // are.
+  int2* const ranges = reinterpret_cast<int2*>(shared + args.cells);
+  int4* const phase_at = reinterpret_cast<int4*>(shared + args.phases_at);
+  int ranges_at[3] = {args.box[2] + args.box[1], args.box[2], 0};
 #pragma unroll
-  for (int axis = 0; axis < 3; ++axis) {
-    const int n = args.phases[axis];
-    loading.at[axis] = first[axis] == 0 ? 0 : n - 1 - (first[axis] + n - 1) % n;
-    loading.left[axis] = n;
-  }
-  Phase adding = loading;
-  // The thread's window of a phase; false if there is none.
-  const auto window_of = [&](const Phase& phase, int (&at)[3]) {
-    bool there = mine;
-#pragma unroll
-    for (int axis = 0; axis < 3; ++axis) {
-      const int from_first = own[axis] + phase.at[axis];
-      there &= from_first < extent[axis];
-      at[axis] = first[axis] + from_first;
+  for (int axis = 2; axis >= 0; --axis) {
+    if (axis == 0 && !sliced) continue;
+#pragma unroll 1
+    for (int i = thread; i < sides[axis].extent; i += threads) {
+      const WindowRange& range = windows.counted[axis];
+      const int low = window_bound(range, sides[axis].first + i, range.first);
+      const int high = window_bound(range, sides[axis].first + i, range.last);
+      ranges[ranges_at[axis] + i] = make_int2(low, high - low);
     }
-    return there;
-  };
-  const auto number_of = [&](const int (&at)[3]) {
-    return (at[0] * windows.x_size[1] + at[1]) * windows.x_size[2] + at[2];
-  };
+  }
   const int phases = args.phases[0] * args.phases[1] * args.phases[2];
-  Indices<1> indices[kBatch];
-  T values[kBatch];
-  const auto load = [&](int loaded) {
+#pragma unroll 1
+  for (int phase = thread; phase < phases; phase += threads) {
+    int at[3], outer = phase;
 #pragma unroll
-    for (int b = 0; b < kBatch; ++b) {
-      if (loaded + b >= phases) break;
-      int at[3];
-      if (window_of(loading, at)) {
-        const i64 from = image + static_cast<i64>(number_of(at)) * windows.inner;
-        indices[b].load(windows.indices, from, windows.wide_indices);
-        if (!MOVE) values[b] = static_cast<const T*>(windows.x)[from];
-      }
-      loading.advance(args.phases);
+    for (int axis = 2; axis >= 0; --axis) {
+      const int n = args.phases[axis], above = outer / n;
+      at[axis] = outer - above * n + sides[axis].lead;
+      if (at[axis] >= n) at[axis] -= n;
+      outer = above;
     }
-  };
-  load(0);
-  for (int at = thread * 16; at < args.cells; at += threads * 16) {
-    *reinterpret_cast<uint4*>(shared + at) = {};
+    phase_at[phase] = make_int4(at[0], at[1], at[2], (at[0] * windows.x_size[1] + at[1]) * windows.x_size[2] + at[2]);
   }
+  int extent[3];
+#pragma unroll
+  for (int axis = 0; axis < 3; ++axis) extent[axis] = sides[axis].extent - own[axis];
+  if (own_plane >= planes || channel >= channels) extent[2] = 0;  // no window
+  const i64 x_plane = static_cast<i64>(windows.x_plane) * windows.inner;
+  const int own_number = ((sides[0].first + own[0]) * windows.x_size[1] + sides[1].first + own[1]) * windows.x_size[2] +
+                         sides[2].first + own[2];
+  const i64 own_element = (plane + own_plane) * x_plane + static_cast<i64>(own_number) * windows.inner +
+                          lead_channel + channel;
+  const int* const indices = static_cast<const int*>(windows.indices) + (own_element << windows.wide_indices);
+  const T* const x = static_cast<const T*>(windows.x) + own_element;
+#pragma unroll
+  for (int axis = 0; axis < 3; ++axis) ranges_at[axis] += own[axis];
+  // What an index in the plane of y is in the tile; if they are not adjacent, once it is decoded.
+  const int bases[3] = {sides[0].base, sides[1].base, sides[2].base};
+  const int counts[3] = {sides[0].count, sides[1].count, sides[2].count};
   // The first position of the tile in y, of the first plane.
-  const int position = (base[0] * size[1] + base[1]) * size[2] + base[2];
+  const int position = (bases[0] * size[1] + bases[1]) * size[2] + bases[2];
   const i64 y_plane = static_cast<i64>(size[0]) * size[1] * size[2];
   const i64 begin = (plane * y_plane + position) * windows.inner + lead_channel;
   // If `inner` is 1, cells have the misalignment of y's elements.
@@ -159,56 +165,60 @@ extern "C" __global__ void __launch_bounds__(512, 2)
   Cell* const cells = reinterpret_cast<Cell*>(shared) + head;
   __syncthreads();
 
-  const bool sliced = size[0] > 1;
+  const auto has = [&](const int4& at) {
+    return (at.z < extent[2]) & (at.y < extent[1]) & (at.x < extent[0]);
+  };
   bool good = true;
-  for (int added = 0;;) {
+#pragma unroll 1
+  for (int first = 0; first < phases; first += kBatch) {
+    Indices<1> found[kBatch];
+    T values[kBatch];
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) {
+      if (first + b >= phases) break;
+      const int4 at = phase_at[first + b];
+      if (!has(at)) continue;
+      const i64 from = static_cast<i64>(at.w) * windows.inner;
+      found[b].load(indices, from, windows.wide_indices);
+      if (!MOVE) values[b] = x[from];
+    }
     int targets[kBatch];  // cells
     [[maybe_unused]] int numbers[kBatch];
 #pragma unroll
     for (int b = 0; b < kBatch; ++b) {
       targets[b] = -1;
-      if (added + b >= phases) break;
-      int at[3];
-      const bool there = window_of(adding, at);
-      adding.advance(args.phases);
-      if (!there) continue;
-      numbers[b] = number_of(at);
-      int low[3], beyond[3];  // the first position of the window, and that of the index from there
-#pragma unroll
-      for (int axis = 0; axis < 3; ++axis) {
-        low[axis] = axis || sliced ? window_start(windows.counted[axis], at[axis]) : 0;
-      }
-      const int index = indices[b].at(0, windows.wide_indices);
-      const int distance = index - (low[0] * size[1] + low[1]) * size[2] - low[2];
-      bool inside = index >= 0 && distance >= 0;
-      beyond[1] = divide(distance, args.by_y_size[2]);
-      beyond[2] = distance - beyond[1] * size[2];
-      beyond[0] = 0;
-      if (sliced) {
-        beyond[0] = divide(beyond[1], args.by_y_size[1]);
-        beyond[1] -= beyond[0] * size[1];
-      }
-      bool here = true;
+      if (first + b >= phases) break;
+      const int4 at = phase_at[first + b];
+      if (!has(at)) continue;
+      numbers[b] = own_number + at.w;
+      const int index = found[b].at(0, windows.wide_indices);
+      int line = divide(index, args.by_y_size[2]);
+      const int column = index - line * size[2];
+      const int2 lines = ranges[ranges_at[1] + at.y], columns = ranges[ranges_at[2] + at.z];
+      bool inside = static_cast<u32>(index) < static_cast<u32>(y_plane), here = true;
       int cell = own_plane;
-#pragma unroll
-      for (int axis = 0; axis < 3; ++axis) {
-        const int to = low[axis] + beyond[axis];
-        if (axis || sliced) inside &= to < window_stop(windows.counted[axis], at[axis]);
-        here &= static_cast<u32>(to - base[axis]) < static_cast<u32>(count[axis]);
-        cell = cell * args.tile[axis] + to - base[axis];
+      if (sliced) {
+        const int slice = divide(line, args.by_y_size[1]);
+        const int2 slices = ranges[ranges_at[0] + at.x];
+        line -= slice * size[1];
+        inside &= static_cast<u32>(slice - slices.x) < static_cast<u32>(slices.y);
+        here = static_cast<u32>(slice - bases[0]) < static_cast<u32>(counts[0]);
+        cell = cell * args.tile[0] + slice - bases[0];
       }
+      inside &= static_cast<u32>(line - lines.x) < static_cast<u32>(lines.y);
+      inside &= static_cast<u32>(column - columns.x) < static_cast<u32>(columns.y);
+      here &= static_cast<u32>(line - bases[1]) < static_cast<u32>(counts[1]);
+      here &= static_cast<u32>(column - bases[2]) < static_cast<u32>(counts[2]);
+      cell = (cell * args.tile[1] + line - bases[1]) * args.tile[2] + column - bases[2];
       good &= inside;
       if (inside && here) targets[b] = cell * args.channels + channel;
     }
 #pragma unroll
     for (int b = 0; b < kBatch; ++b) {
-      if (added + b >= phases) break;
+      if (first + b >= phases) break;
       if (targets[b] >= 0) cells[targets[b]].meet(values[b], numbers[b]);
       __syncthreads();
     }
-    added += kBatch;
-    if (added >= phases) break;
-    load(added);
   }
   if (!good && windows.bad != nullptr) windows.bad[MOVE] = 1;  // all writers write the same value
 
@@ -227,7 +237,7 @@ extern "C" __global__ void __launch_bounds__(512, 2)
   if (windows.inner == 1) {
     // One run of elements.
     const int own_cells = args.tile[0] * args.tile[1] * args.tile[2];
-    const int length = planes == 1 ? count[0] * count[1] * count[2] : planes * own_cells;
+    const int length = planes == 1 ? counts[0] * counts[1] * counts[2] : planes * own_cells;
     const auto plane_of = [&](int at) { return MOVE && planes > 1 ? at / own_cells : 0; };
     for (int at = thread * kChunk - head; at < length; at += threads * kChunk) {
       if (at < 0 || at + kChunk > length) {
@@ -257,7 +267,7 @@ extern "C" __global__ void __launch_bounds__(512, 2)
     for (int axis = 2; axis >= 0; --axis) {
       const int above = divide(outer, args.by_tile[axis]);
       to[axis] = outer - above * args.tile[axis];
-      there &= to[axis] < count[axis];
+      there &= to[axis] < counts[axis];
       outer = above;
     }
     if (!there) continue;

@@ -23,17 +23,18 @@ from convgrad_service.backends.cuda.kernels.pool.window_form import (
     window_args,
 )
 from convgrad_service.backends.cuda.structures import structure
-from convgrad_service.plans.cuda.device import CudaDevice
+from convgrad_service.plans.cuda.device import RESERVED_BYTES, CudaDevice
 from convgrad_service.plans.cuda.program import Instance, Launch, ceil_div
 from convgrad_service.plans.cuda.works import WindowWork
 
 __all__ = ["WindowScatter"]
 
 # Threads of a block, and adjacent elements of `inner`.
-LEAST_THREADS, MOST_THREADS, WARP = 128, 512, 32
-CHANNELS = 32
+LEAST_THREADS, MOST_THREADS, WARP = 128, 256, 32
+CHANNELS = 16
 # Of the cells of a block.
 MOST_BYTES = 32 * 1024
+RANGE_BYTES, PHASE_BYTES = 8, 16
 # What a block costs beside its windows, in windows.
 A_BLOCK = 256
 # Parts of an axis that are tried.
@@ -59,10 +60,15 @@ class Tile:
         return [min(most_positions(axis), axis.input) for axis in self.form.windows]
 
     @property
+    def box(self) -> list[int]:
+        """The most windows of the tile along each axis."""
+        sides = zip(self.form.windows, self.size, strict=True)
+        return [covered(axis, size) for axis, size in sides]
+
+    @property
     def in_phase(self) -> list[int]:
         """The most windows of a phase, along each axis."""
-        sides = zip(self.form.windows, self.size, self.phases, strict=True)
-        return [ceil_div(covered(axis, size), phases) for axis, size, phases in sides]
+        return list(map(ceil_div, self.box, self.phases))
 
     @property
     def threads(self) -> int:
@@ -83,11 +89,13 @@ class Tile:
     def blocks(self) -> int:
         return ceil_div(self.form.batch, self.planes) * prod(self.tiles) * self.chunks
 
-    def bytes(self, dtype: DType) -> int:
-        """Return those of the cells, with room for their misalignment."""
+    def bytes(self, dtype: DType) -> tuple[int, int, int]:
+        """Return those of the cells, with room for their misalignment, where phases are, and all."""
         cells = self.planes * prod(self.size) * self.channels
         cell = max(4, dtype.itemsize)
-        return ceil_div(cells * cell, CHUNK_BYTES) * CHUNK_BYTES + 8 * cell
+        ranges = ceil_div(cells * cell, CHUNK_BYTES) * CHUNK_BYTES + 8 * cell
+        phases = ranges + ceil_div(RANGE_BYTES * sum(self.box), CHUNK_BYTES) * CHUNK_BYTES
+        return ranges, phases, phases + PHASE_BYTES * prod(self.phases)
 
     def cost(self, device: CudaDevice) -> int:
         """Return the windows of a multiprocessor."""
@@ -111,12 +119,12 @@ class WindowScatter(FromIndices[Tile]):
             return "dilated"
         if prod(form.x_size) == LARGEST:
             return "numbers of windows of more than 31 bits"
-        fitting = [
-            tile
-            for tile in _tiles(form)
-            if tile.threads <= MOST_THREADS and tile.bytes(work.dtype) <= MOST_BYTES
-        ]
-        if not fitting:
+        small = [tile for tile in _tiles(form) if tile.threads <= MOST_THREADS]
+        for most in (MOST_BYTES, device.shared_bytes_per_block - RESERVED_BYTES):
+            fitting = [tile for tile in small if tile.bytes(work.dtype)[-1] <= most]
+            if fitting:
+                break
+        else:
             return "windows of too many positions"
         tile = min(fitting, key=lambda tile: tile.cost(device))
         if tile.blocks > MAX_BLOCKS:
@@ -134,8 +142,8 @@ class WindowScatter(FromIndices[Tile]):
         args.tile[:], args.tiles[:], args.planes = tile.size, tile.tiles, tile.planes
         args.channels, args.chunks = tile.channels, tile.chunks
         args.phases[:], args.in_phase[:] = tile.phases, tile.in_phase
-        room = tile.bytes(work.dtype)
-        args.cells = room
+        args.box[:] = tile.box
+        args.cells, args.phases_at, room = tile.bytes(work.dtype)
         args.by_chunks, args.by_channels = divider_of(tile.chunks), divider_of(tile.channels)
         args.by_stores = divider_of(tile.channels // (chunk if args.vectors else 1))
         sides = tile.tiles, tile.in_phase, tile.size, form.y_size
