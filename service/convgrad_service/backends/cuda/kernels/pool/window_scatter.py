@@ -37,6 +37,8 @@ MOST_BYTES = 32 * 1024
 RANGE_BYTES, PHASE_BYTES = 8, 16
 # What a block costs beside its windows, in windows.
 A_BLOCK = 256
+# Windows of a thread.
+LEAST_PHASES = 1
 # Parts of an axis that are tried.
 PARTS = sorted({2**n for n in range(31)} | {3 * 2**n for n in range(29)} | {5, 7, 9, 10, 11, 13, 14, 15})
 
@@ -56,8 +58,11 @@ class Tile:
 
     @property
     def phases(self) -> list[int]:
-        """The most windows that contain a position, along each axis."""
-        return [min(most_positions(axis), axis.input) for axis in self.form.windows]
+        """At least the most windows that contain a position, along each axis."""
+        found = [min(most_positions(axis), axis.input) for axis in self.form.windows]
+        axis = 1 if self.form.y_size[1] > 1 else 2
+        found[axis] *= ceil_div(LEAST_PHASES, prod(found))
+        return found
 
     @property
     def box(self) -> list[int]:
