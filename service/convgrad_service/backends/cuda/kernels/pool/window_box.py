@@ -38,7 +38,6 @@ FEWER_BYTES = 24 * 1024
 # memory.
 MANY_OUTPUTS = 0.5
 RANGE_BYTES = 8
-STAGED_BYTES = 2
 
 
 BoxArgs: Any = structure("pool/window_box.cuh", "BoxArgs", anonymous=("windows",))
@@ -133,19 +132,15 @@ class Tile:
         staged = self.staged(work, form)
         y = room(elements, work.dtype.itemsize)
         places = y + (room(outputs, work.dtype.itemsize) if staged else 0)
-        ranges = places + (room(outputs, 4) if staged and work.kind == "maxima" else 0)
+        ranges = places + (room(outputs, 4) if staged else 0)
         weights = ranges + RANGE_BYTES * self.size[1]
         weight_bytes = max(4, work.dtype.itemsize) if form.varying == "inputs" else 0
         end = weights + weight_bytes * sum(self.box)
         return Places(y, places, ranges, weights, end)
 
     def staged(self, work: WindowWork, form: WindowForm) -> bool:
-        """Return whether results are stored in shared memory first: many maxima with indices, and
-        many averages of 16 bits, whose stores would write parts of sectors."""
-        many = self.whole and _many(form)
-        if work.kind == "sums":
-            return many and work.dtype.itemsize <= STAGED_BYTES
-        return many and work.indices is not None
+        """Return whether results are stored in shared memory first: many maxima with indices."""
+        return self.whole and work.kind == "maxima" and work.indices is not None and _many(form)
 
     def arguments(self, work: WindowWork, form: WindowForm) -> Any:
         """Return the arguments of a launch."""

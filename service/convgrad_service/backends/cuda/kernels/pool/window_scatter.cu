@@ -8,12 +8,12 @@
 // elements of `inner`. A position is in at most `phases` adjacent windows along each axis, so windows whose
 // numbers are equal modulo `phases` share no cell. A thread loads a window of each phase, and adds those
 // that have their index in the tile to their cells, with a barrier after each phase.
-// With MOVE a cell is the number of the last window.
+// With MOVE a cell is the number of the last window. SLICED: planes of several slices.
 // Block: at least as many threads as a phase has windows, 128 to 256. Dynamic shared memory: the cells, the positions of
 // windows along each axis, the first window of each phase.
 // Deterministic, no atomics: the order of additions follows from the windows' numbers, however the tile is
 // chosen. Memory-safe for any index. Preconditions: if `inner` is 1, cells are in the order of y's elements.
-// Index limits: planes, and elements of an image of y, below 2^31; offsets in 64 bits.
+// Index limits: elements of an image of x and of y below 2^31; offsets in 64 bits.
 #include "pool/windows.cuh"
 
 using namespace convgrad;
@@ -74,7 +74,6 @@ extern "C" __global__ void __launch_bounds__(256, sizeof(T) == 8 ? 4 : 5)
   const WindowArgs& windows = args.windows;
   const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
   const int(&size)[3] = windows.y_size;
-  const bool sliced = size[0] > 1;
   int tile = divide(static_cast<int>(blockIdx.x), args.by_chunks);
   const int lead_channel = (static_cast<int>(blockIdx.x) - tile * args.chunks) * args.channels;
   int tiles[3];
@@ -118,7 +117,7 @@ extern "C" __global__ void __launch_bounds__(256, sizeof(T) == 8 ? 4 : 5)
   int ranges_at[3] = {args.box[2] + args.box[1], args.box[2], 0};
 #pragma unroll
   for (int axis = 2; axis >= 0; --axis) {
-    if (axis == 0 && !sliced) continue;
+    if (axis == 0 && !SLICED) continue;
 #pragma unroll 1
     for (int i = thread; i < sides[axis].extent; i += threads) {
       const WindowRange& range = windows.counted[axis];
@@ -138,7 +137,8 @@ extern "C" __global__ void __launch_bounds__(256, sizeof(T) == 8 ? 4 : 5)
       if (at[axis] >= n) at[axis] -= n;
       outer = above;
     }
-    phase_at[phase] = make_int4(at[0], at[1], at[2], (at[0] * windows.x_size[1] + at[1]) * windows.x_size[2] + at[2]);
+    const int number = (at[0] * windows.x_size[1] + at[1]) * windows.x_size[2] + at[2];
+    phase_at[phase] = make_int4(at[0], at[1], at[2], number * windows.inner);
   }
   int extent[3];
 #pragma unroll
@@ -149,7 +149,7 @@ extern "C" __global__ void __launch_bounds__(256, sizeof(T) == 8 ? 4 : 5)
                          sides[2].first + own[2];
   const i64 own_element = (plane + own_plane) * x_plane + static_cast<i64>(own_number) * windows.inner +
                           lead_channel + channel;
-  const int* const indices = static_cast<const int*>(windows.indices) + (own_element << windows.wide_indices);
+  const INDEX* const indices = static_cast<const INDEX*>(windows.indices) + own_element;
   const T* const x = static_cast<const T*>(windows.x) + own_element;
 #pragma unroll
   for (int axis = 0; axis < 3; ++axis) ranges_at[axis] += own[axis];
@@ -166,21 +166,21 @@ extern "C" __global__ void __launch_bounds__(256, sizeof(T) == 8 ? 4 : 5)
   __syncthreads();
 
   const auto has = [&](const int4& at) {
-    return (at.z < extent[2]) & (at.y < extent[1]) & (at.x < extent[0]);
+    return (at.z < extent[2]) & (at.y < extent[1]) & (!SLICED || at.x < extent[0]);
   };
+  const u32 y_positions = static_cast<u32>(y_plane);
   bool good = true;
 #pragma unroll 1
   for (int first = 0; first < phases; first += kBatch) {
-    Indices<1> found[kBatch];
+    INDEX found[kBatch];
     T values[kBatch];
 #pragma unroll
     for (int b = 0; b < kBatch; ++b) {
       if (first + b >= phases) break;
       const int4 at = phase_at[first + b];
       if (!has(at)) continue;
-      const i64 from = static_cast<i64>(at.w) * windows.inner;
-      found[b].load(indices, from, windows.wide_indices);
-      if (!MOVE) values[b] = x[from];
+      found[b] = indices[at.w];
+      if (!MOVE) values[b] = x[at.w];
     }
     int targets[kBatch];  // cells
     [[maybe_unused]] int numbers[kBatch];
@@ -190,14 +190,15 @@ extern "C" __global__ void __launch_bounds__(256, sizeof(T) == 8 ? 4 : 5)
       if (first + b >= phases) break;
       const int4 at = phase_at[first + b];
       if (!has(at)) continue;
-      numbers[b] = own_number + at.w;
-      const int index = found[b].at(0, windows.wide_indices);
+      if (MOVE) numbers[b] = own_number + at.w / windows.inner;
+      const int index = static_cast<int>(found[b]);
       int line = divide(index, args.by_y_size[2]);
       const int column = index - line * size[2];
       const int2 lines = ranges[ranges_at[1] + at.y], columns = ranges[ranges_at[2] + at.z];
-      bool inside = static_cast<u32>(index) < static_cast<u32>(y_plane), here = true;
+      bool inside = static_cast<u32>(index) < y_positions, here = true;
+      if (sizeof(INDEX) > 4) inside &= static_cast<i64>(found[b]) >> 32 == 0;
       int cell = own_plane;
-      if (sliced) {
+      if (SLICED) {
         const int slice = divide(line, args.by_y_size[1]);
         const int2 slices = ranges[ranges_at[0] + at.x];
         line -= slice * size[1];

@@ -8,7 +8,7 @@ from itertools import product
 from math import prod
 from typing import Any
 
-from convgrad.dtypes import FLOATING, DType
+from convgrad.dtypes import FLOATING, INDEX, DType
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.core.elements import MAX_BLOCKS
 from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES
@@ -38,7 +38,7 @@ RANGE_BYTES, PHASE_BYTES = 8, 16
 # What a block costs beside its windows, in windows.
 A_BLOCK = 256
 # Windows of a thread.
-LEAST_PHASES = 1
+LEAST_PHASES = 16
 # Parts of an axis that are tried.
 PARTS = sorted({2**n for n in range(31)} | {3 * 2**n for n in range(29)} | {5, 7, 9, 10, 11, 13, 14, 15})
 
@@ -61,7 +61,9 @@ class Tile:
         """At least the most windows that contain a position, along each axis."""
         found = [min(most_positions(axis), axis.input) for axis in self.form.windows]
         axis = 1 if self.form.y_size[1] > 1 else 2
-        found[axis] *= ceil_div(LEAST_PHASES, prod(found))
+        windows, fewest = self.form.x_size[axis], found[axis]
+        more = fewest * ceil_div(LEAST_PHASES, prod(found))
+        found[axis] = max(fewest, ceil_div(windows, ceil_div(windows, more)))
         return found
 
     @property
@@ -122,8 +124,8 @@ class WindowScatter(FromIndices[Tile]):
         form = WindowForm.of(work)
         if form.dilated:
             return "dilated"
-        if prod(form.x_size) == LARGEST:
-            return "numbers of windows of more than 31 bits"
+        if prod(form.x_size) * form.inner >= LARGEST:
+            return "an image of windows of more than 31 bits"
         small = [tile for tile in _tiles(form) if tile.threads <= MOST_THREADS]
         for most in (MOST_BYTES, device.shared_bytes_per_block - RESERVED_BYTES):
             fitting = [tile for tile in small if tile.bytes(work.dtype)[-1] <= most]
@@ -141,7 +143,6 @@ class WindowScatter(FromIndices[Tile]):
     ) -> Launch:
         tile, form, args = config, config.form, ScatterArgs()
         args.windows = window_args(form, 1, form.y_size)
-        args.wide_indices = work.index_dtype is DType.INT64
         chunk = CHUNK_BYTES // work.dtype.itemsize
         args.vectors = form.inner % chunk == 0 and tile.channels % chunk == 0
         args.tile[:], args.tiles[:], args.planes = tile.size, tile.tiles, tile.planes
@@ -157,7 +158,7 @@ class WindowScatter(FromIndices[Tile]):
             dividers[:] = [divider_of(divisor) for divisor in divisors]
         threads = max(LEAST_THREADS, ceil_div(tile.threads, WARP) * WARP)
         return Launch(
-            _instance(work.dtype, self._moves),
+            _instance(work.dtype, work.index_dtype, form.y_size[0] > 1, self._moves),
             (tile.blocks, 1, 1),
             (threads, 1, 1),
             pack(args, x=work.x, y=work.y, indices=work.indices, bad=bad),
@@ -166,7 +167,12 @@ class WindowScatter(FromIndices[Tile]):
 
     def instances(self) -> Iterable[Instance]:
         dtypes = MOVED.values() if self._moves else FLOATING
-        return [_instance(dtype, self._moves) for dtype in dtypes]
+        return [
+            _instance(dtype, index, sliced, self._moves)
+            for dtype in dtypes
+            for index in INDEX
+            for sliced in (False, True)
+        ]
 
 
 def _tiles(form: WindowForm) -> Iterator[Tile]:
@@ -191,6 +197,8 @@ def _tiles(form: WindowForm) -> Iterator[Tile]:
 
 
 
-def _instance(dtype: DType, moves: bool) -> Instance:
+def _instance(dtype: DType, index: DType, sliced: bool, moves: bool) -> Instance:
     element = MOVED[dtype.itemsize] if moves else dtype
-    return Instance.of("pool/window_scatter.cu", ELEMENT=element, MOVE=moves)
+    return Instance.of(
+        "pool/window_scatter.cu", ELEMENT=element, INDEX=index, SLICED=sliced, MOVE=moves
+    )
