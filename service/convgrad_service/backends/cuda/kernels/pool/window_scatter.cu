@@ -6,11 +6,11 @@
 // null.
 // A block has a cell in shared memory for each position of a tile of y, in whole planes or in adjacent
 // elements of `inner`. A position is in at most `phases` adjacent windows along each axis, so windows whose
-// numbers are equal modulo `phases` share no cell. A thread loads a window of each phase, and adds those
-// that have their index in the tile to their cells, with a barrier after each phase.
+// numbers are equal modulo `phases` share no cell. A thread loads `rounds` windows of each phase, and adds
+// those that have their index in the tile to their cells, with a barrier after each.
 // With MOVE a cell is the number of the last window. SLICED: planes of several slices.
-// Block: at least as many threads as a phase has windows, 128 to 256. Dynamic shared memory: the cells, the positions of
-// windows along each axis, the first window of each phase.
+// Block: at least as many threads as a round has windows, 128 to 256. Dynamic shared memory: the cells, the positions of
+// windows along each axis, and of each round how far its windows are from the first round's.
 // Deterministic, no atomics: the order of additions follows from the windows' numbers, however the tile is
 // chosen. Memory-safe for any index. Preconditions: if `inner` is 1, cells are in the order of y's elements.
 // Index limits: elements of an image of x and of y below 2^31; offsets in 64 bits.
@@ -32,12 +32,14 @@ struct ScatterArgs {
   int chunks;       // of `inner`
   int vectors;      // whether cells of 16 bytes of adjacent channels are stored at once
   int phases[3];    // the most windows that contain a position
-  int in_phase[3];  // windows of a phase
+  int grid[3];      // threads
+  int rounds;       // windows of a phase, of a thread
+  int round[3];     // the distance between these
   int box[3];       // the most windows of a tile
   int cells;        // bytes; the positions of windows follow
-  int phases_at;    // bytes, in shared memory
+  int steps_at;     // bytes, in shared memory
   Divider by_tiles[3], by_chunks;
-  Divider by_channels, by_in_phase[3];  // of threads
+  Divider by_channels, by_grid[3];  // of threads
   Divider by_stores, by_tile[3];        // of cells
   Divider by_y_size[3];
 };
@@ -104,16 +106,15 @@ extern "C" __global__ void __launch_bounds__(256, sizeof(T) == 8 ? 4 : 5)
   const int channel = thread - own_plane * args.channels;
 #pragma unroll
   for (int axis = 2; axis >= 0; --axis) {
-    const int outer = divide(own_plane, args.by_in_phase[axis]);
-    own[axis] = (own_plane - outer * args.in_phase[axis]) * args.phases[axis];
+    const int outer = divide(own_plane, args.by_grid[axis]);
+    own[axis] = (own_plane - outer * args.grid[axis]) * args.phases[axis];
     own_plane = outer;
   }
   __syncthreads();
 
-  // The windows' first positions, which may be outside of y, and lengths, axis by axis; and of each phase its first window, and how many windows before it there
-  // are.
+  // The windows' first positions, which may be outside of y, and lengths, axis by axis.
   int2* const ranges = reinterpret_cast<int2*>(shared + args.cells);
-  int4* const phase_at = reinterpret_cast<int4*>(shared + args.phases_at);
+  int4* const step_at = reinterpret_cast<int4*>(shared + args.steps_at);
   int ranges_at[3] = {args.box[2] + args.box[1], args.box[2], 0};
 #pragma unroll
   for (int axis = 2; axis >= 0; --axis) {
@@ -126,19 +127,22 @@ extern "C" __global__ void __launch_bounds__(256, sizeof(T) == 8 ? 4 : 5)
       ranges[ranges_at[axis] + i] = make_int2(low, high - low);
     }
   }
-  const int phases = args.phases[0] * args.phases[1] * args.phases[2];
+  // A thread's windows: of each phase, `rounds` of them.
+  const int steps = args.phases[0] * args.phases[1] * args.phases[2] * args.rounds;
 #pragma unroll 1
-  for (int phase = thread; phase < phases; phase += threads) {
-    int at[3], outer = phase;
+  for (int step = thread; step < steps; step += threads) {
+    int at[3], outer = step / args.rounds;
+    const int round = step - outer * args.rounds;
 #pragma unroll
     for (int axis = 2; axis >= 0; --axis) {
       const int n = args.phases[axis], above = outer / n;
       at[axis] = outer - above * n + sides[axis].lead;
       if (at[axis] >= n) at[axis] -= n;
+      at[axis] += round * args.round[axis];
       outer = above;
     }
     const int number = (at[0] * windows.x_size[1] + at[1]) * windows.x_size[2] + at[2];
-    phase_at[phase] = make_int4(at[0], at[1], at[2], number * windows.inner);
+    step_at[step] = make_int4(at[0], at[1], at[2], number * windows.inner);
   }
   int extent[3];
 #pragma unroll
@@ -171,13 +175,13 @@ extern "C" __global__ void __launch_bounds__(256, sizeof(T) == 8 ? 4 : 5)
   const u32 y_positions = static_cast<u32>(y_plane);
   bool good = true;
 #pragma unroll 1
-  for (int first = 0; first < phases; first += kBatch) {
+  for (int first = 0; first < steps; first += kBatch) {
     INDEX found[kBatch];
     T values[kBatch];
 #pragma unroll
     for (int b = 0; b < kBatch; ++b) {
-      if (first + b >= phases) break;
-      const int4 at = phase_at[first + b];
+      if (first + b >= steps) break;
+      const int4 at = step_at[first + b];
       if (!has(at)) continue;
       found[b] = indices[at.w];
       if (!MOVE) values[b] = x[at.w];
@@ -187,8 +191,8 @@ extern "C" __global__ void __launch_bounds__(256, sizeof(T) == 8 ? 4 : 5)
 #pragma unroll
     for (int b = 0; b < kBatch; ++b) {
       targets[b] = -1;
-      if (first + b >= phases) break;
-      const int4 at = phase_at[first + b];
+      if (first + b >= steps) break;
+      const int4 at = step_at[first + b];
       if (!has(at)) continue;
       if (MOVE) numbers[b] = own_number + at.w / windows.inner;
       const int index = static_cast<int>(found[b]);
@@ -216,7 +220,7 @@ extern "C" __global__ void __launch_bounds__(256, sizeof(T) == 8 ? 4 : 5)
     }
 #pragma unroll
     for (int b = 0; b < kBatch; ++b) {
-      if (first + b >= phases) break;
+      if (first + b >= steps) break;
       if (targets[b] >= 0) cells[targets[b]].meet(values[b], numbers[b]);
       __syncthreads();
     }

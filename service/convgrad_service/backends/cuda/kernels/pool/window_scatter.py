@@ -34,11 +34,11 @@ LEAST_THREADS, MOST_THREADS, WARP = 128, 256, 32
 CHANNELS = 16
 # Of the cells of a block.
 MOST_BYTES = 32 * 1024
-RANGE_BYTES, PHASE_BYTES = 8, 16
+RANGE_BYTES, STEP_BYTES = 8, 16
 # What a block costs beside its windows, in windows.
 A_BLOCK = 256
 # Windows of a thread.
-LEAST_PHASES = 16
+LEAST_WINDOWS = 16
 # Parts of an axis that are tried.
 PARTS = sorted({2**n for n in range(31)} | {3 * 2**n for n in range(29)} | {5, 7, 9, 10, 11, 13, 14, 15})
 
@@ -58,13 +58,8 @@ class Tile:
 
     @property
     def phases(self) -> list[int]:
-        """At least the most windows that contain a position, along each axis."""
-        found = [min(most_positions(axis), axis.input) for axis in self.form.windows]
-        axis = 1 if self.form.y_size[1] > 1 else 2
-        windows, fewest = self.form.x_size[axis], found[axis]
-        more = fewest * ceil_div(LEAST_PHASES, prod(found))
-        found[axis] = max(fewest, ceil_div(windows, ceil_div(windows, more)))
-        return found
+        """The most windows that contain a position, along each axis."""
+        return [min(most_positions(axis), axis.input) for axis in self.form.windows]
 
     @property
     def box(self) -> list[int]:
@@ -73,14 +68,26 @@ class Tile:
         return [covered(axis, size) for axis, size in sides]
 
     @property
-    def in_phase(self) -> list[int]:
-        """The most windows of a phase, along each axis."""
-        return list(map(ceil_div, self.box, self.phases))
+    def axis(self) -> int:
+        """The axis along which a thread has several windows of a phase."""
+        return 1 if self.form.y_size[1] > 1 else 2
+
+    @property
+    def grid(self) -> list[int]:
+        """The threads along each axis."""
+        found = list(map(ceil_div, self.box, self.phases))
+        wanted = ceil_div(LEAST_WINDOWS, prod(self.phases))
+        found[self.axis] = ceil_div(found[self.axis], wanted)
+        return found
+
+    @property
+    def rounds(self) -> int:
+        """A thread's windows of a phase."""
+        return ceil_div(self.box[self.axis], self.phases[self.axis] * self.grid[self.axis])
 
     @property
     def threads(self) -> int:
-        """Windows of a phase."""
-        return self.planes * prod(self.in_phase) * self.channels
+        return self.planes * prod(self.grid) * self.channels
 
     @property
     def tiles(self) -> list[int]:
@@ -97,17 +104,17 @@ class Tile:
         return ceil_div(self.form.batch, self.planes) * prod(self.tiles) * self.chunks
 
     def bytes(self, dtype: DType) -> tuple[int, int, int]:
-        """Return those of the cells, with room for their misalignment, where phases are, and all."""
+        """Return those of the cells, with room for their misalignment, where steps are, and all."""
         cells = self.planes * prod(self.size) * self.channels
         cell = max(4, dtype.itemsize)
         ranges = ceil_div(cells * cell, CHUNK_BYTES) * CHUNK_BYTES + 8 * cell
-        phases = ranges + ceil_div(RANGE_BYTES * sum(self.box), CHUNK_BYTES) * CHUNK_BYTES
-        return ranges, phases, phases + PHASE_BYTES * prod(self.phases)
+        steps = ranges + ceil_div(RANGE_BYTES * sum(self.box), CHUNK_BYTES) * CHUNK_BYTES
+        return ranges, steps, steps + STEP_BYTES * prod(self.phases) * self.rounds
 
     def cost(self, device: CudaDevice) -> int:
         """Return the windows of a multiprocessor."""
         threads = ceil_div(self.threads, WARP) * WARP
-        each = threads * prod(self.phases) + A_BLOCK
+        each = threads * prod(self.phases) * self.rounds + A_BLOCK
         return ceil_div(self.blocks, device.multiprocessors) * each
 
 
@@ -147,13 +154,14 @@ class WindowScatter(FromIndices[Tile]):
         args.vectors = form.inner % chunk == 0 and tile.channels % chunk == 0
         args.tile[:], args.tiles[:], args.planes = tile.size, tile.tiles, tile.planes
         args.channels, args.chunks = tile.channels, tile.chunks
-        args.phases[:], args.in_phase[:] = tile.phases, tile.in_phase
+        args.phases[:], args.grid[:], args.rounds = tile.phases, tile.grid, tile.rounds
+        args.round[tile.axis] = tile.phases[tile.axis] * tile.grid[tile.axis]
         args.box[:] = tile.box
-        args.cells, args.phases_at, room = tile.bytes(work.dtype)
+        args.cells, args.steps_at, room = tile.bytes(work.dtype)
         args.by_chunks, args.by_channels = divider_of(tile.chunks), divider_of(tile.channels)
         args.by_stores = divider_of(tile.channels // (chunk if args.vectors else 1))
-        sides = tile.tiles, tile.in_phase, tile.size, form.y_size
-        targets = args.by_tiles, args.by_in_phase, args.by_tile, args.by_y_size
+        sides = tile.tiles, tile.grid, tile.size, form.y_size
+        targets = args.by_tiles, args.by_grid, args.by_tile, args.by_y_size
         for dividers, divisors in zip(targets, sides, strict=True):
             dividers[:] = [divider_of(divisor) for divisor in divisors]
         threads = max(LEAST_THREADS, ceil_div(tile.threads, WARP) * WARP)
