@@ -7,7 +7,7 @@
 // A block has a cell in shared memory for each position of a tile of y, in whole planes or in adjacent
 // elements of `inner`. A position is in at most `phases` adjacent windows along each axis, so windows whose
 // numbers are equal modulo `phases` share no cell. A thread loads `rounds` windows of each phase, and adds
-// those that have their index in the tile to their cells, with a barrier after each.
+// those that have their index in the tile to their cells, with a barrier after each phase.
 // With MOVE a cell is the number of the last window. SLICED: planes of several slices.
 // Block: at least as many threads as a round has windows, 128 to 256. Dynamic shared memory: the cells, the positions of
 // windows along each axis, and of each round how far its windows are from the first round's.
@@ -174,6 +174,7 @@ extern "C" __global__ void __launch_bounds__(256, sizeof(T) == 8 ? 4 : 5)
   };
   const u32 y_positions = static_cast<u32>(y_plane);
   bool good = true;
+  int rounds = args.rounds;  // left of a phase
 #pragma unroll 1
   for (int first = 0; first < steps; first += kBatch) {
     INDEX found[kBatch];
@@ -222,6 +223,8 @@ extern "C" __global__ void __launch_bounds__(256, sizeof(T) == 8 ? 4 : 5)
     for (int b = 0; b < kBatch; ++b) {
       if (first + b >= steps) break;
       if (targets[b] >= 0) cells[targets[b]].meet(values[b], numbers[b]);
+      if (--rounds > 0) continue;
+      rounds = args.rounds;
       __syncthreads();
     }
   }
