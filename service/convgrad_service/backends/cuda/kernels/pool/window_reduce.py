@@ -94,9 +94,9 @@ class WindowReduce(Solver[WindowWork, WindowForm]):
 
 
 def _lanes(form: WindowForm, width: int) -> int:
-    """Return the threads of a window: at least four positions, or eight vectors, for each."""
+    """Return the threads of a window: at least eight positions, or vectors of them, for each."""
     choices = LANES_LAST if form.last else LANES
-    each = 4 if form.last else 8 * width
+    each = 8 if form.last else 8 * width
     return max([lanes for lanes in choices if each * lanes <= form.most_window] or choices[:1])
 
 

@@ -35,6 +35,8 @@ CHANNELS = 16
 # Of the cells of a block.
 MOST_BYTES = 32 * 1024
 RANGE_BYTES, STEP_BYTES = 8, 16
+# Channels last, positions in fewer windows are left to others.
+LEAST_PHASES = 4
 # What a block costs beside its windows, in windows.
 A_BLOCK = 256
 # Windows of a thread.
@@ -59,7 +61,7 @@ class Tile:
     @property
     def phases(self) -> list[int]:
         """The most windows that contain a position, along each axis."""
-        return [min(most_positions(axis), axis.input) for axis in self.form.windows]
+        return _phases(self.form)
 
     @property
     def box(self) -> list[int]:
@@ -133,6 +135,8 @@ class WindowScatter(FromIndices[Tile]):
             return "dilated"
         if prod(form.x_size) * form.inner >= LARGEST:
             return "an image of windows of more than 31 bits"
+        if form.last and not self._moves and prod(_phases(form)) < LEAST_PHASES:
+            return f"channels last, with positions in fewer than {LEAST_PHASES} windows"
         small = [tile for tile in _tiles(form) if tile.threads <= MOST_THREADS]
         for most in (MOST_BYTES, device.shared_bytes_per_block - RESERVED_BYTES):
             fitting = [tile for tile in small if tile.bytes(work.dtype)[-1] <= most]
@@ -181,6 +185,10 @@ class WindowScatter(FromIndices[Tile]):
             for index in INDEX
             for sliced in (False, True)
         ]
+
+
+def _phases(form: WindowForm) -> list[int]:
+    return [min(most_positions(axis), axis.input) for axis in form.windows]
 
 
 def _tiles(form: WindowForm) -> Iterator[Tile]:
