@@ -48,7 +48,9 @@ class WindowMaxima(Solver[WindowWork, WindowForm]):
         if slides:
             width = next(width for width in SLIDING_WIDTHS if form.inner % width == 0)
             run = _run(form, width, device)
-        args = window_args(form, width, (form.y_size[0], ceil_div(form.y_size[1], run), form.y_size[2]))
+        args = window_args(
+            form, width, (form.y_size[0], ceil_div(form.y_size[1], run), form.y_size[2])
+        )
         args.run = run
         args.wide_indices = work.index_dtype is DType.INT64
         launch = Launch(
@@ -81,7 +83,11 @@ def _slides(work: WindowWork, form: WindowForm) -> bool:
     """Whether windows share lines: three of them, a line apart."""
     along, across = form.windows[1:]
     simple = form.is_simple(form.windows) and along.step == 1 and along.last - along.first == LINES
-    return simple and across.last - across.first <= LINES and _loaded(work.dtype, form) == (LINES, LINES)
+    return (
+        simple
+        and across.last - across.first <= LINES
+        and _loaded(work.dtype, form) == (LINES, LINES)
+    )
 
 
 def _run(form: WindowForm, width: int, device: CudaDevice) -> int:

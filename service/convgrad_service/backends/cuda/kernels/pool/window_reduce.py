@@ -102,11 +102,16 @@ def _lanes(form: WindowForm, width: int) -> int:
 
 def _lanes_log(form: WindowForm, lanes: int, along: int) -> int:
     """Return log2 of the lanes along the last axis with which a lane has the fewest vectors."""
-    rows, columns = most_positions(form.windows[1]), ceil_div(most_positions(form.windows[2]), along)
-    most = min(lanes.bit_length() - 1, (columns - 1).bit_length())
-    return min(
-        range(most, -1, -1), key=lambda log: ceil_div(columns, 2**log) * ceil_div(rows, lanes >> log)
+    rows, columns = (
+        most_positions(form.windows[1]),
+        ceil_div(most_positions(form.windows[2]), along),
     )
+    most = min(lanes.bit_length() - 1, (columns - 1).bit_length())
+
+    def vectors(log: int) -> int:
+        return ceil_div(columns, 2**log) * ceil_div(rows, lanes >> log)
+
+    return min(range(most, -1, -1), key=vectors)
 
 
 def _along(form: WindowForm, dtype: DType) -> int:

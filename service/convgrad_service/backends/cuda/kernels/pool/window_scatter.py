@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import product
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from convgrad.dtypes import FLOATING, INDEX, DType
 from convgrad_service.backends.cuda.arguments import pack
@@ -29,73 +28,58 @@ from convgrad_service.plans.cuda.works import WindowWork
 
 __all__ = ["WindowScatter"]
 
-# Threads of a block, and adjacent elements of `inner`.
+# Threads of a block, adjacent elements of `inner`, and bytes of its cells.
 LEAST_THREADS, MOST_THREADS, WARP = 128, 256, 32
 CHANNELS = 16
-# Of the cells of a block.
 MOST_BYTES = 32 * 1024
 RANGE_BYTES, STEP_BYTES = 8, 16
 # Channels last, positions in fewer windows are left to others.
 LEAST_PHASES = 4
+# Windows of a thread, if a tile has enough.
+LEAST_WINDOWS = 16
 # What a block costs beside its windows, in windows.
 A_BLOCK = 256
-# Windows of a thread.
-LEAST_WINDOWS = 16
-# Parts of an axis that are tried.
-PARTS = sorted({2**n for n in range(31)} | {3 * 2**n for n in range(29)} | {5, 7, 9, 10, 11, 13, 14, 15})
+# Parts of an axis that are tried: of the largest tiles, as many as are FITTING along the last axis.
+PARTS = sorted({*range(1, 9), *(5 * 2**n // 4 for n in range(3, 31)), *(2**n for n in range(31))})
+FITTING = 3
 
 
 ScatterArgs: Any = structure("pool/window_scatter.cu", "ScatterArgs", anonymous=("windows",))
 
 
+class Side(NamedTuple):
+    """Of a tile along an axis: positions of y, windows, threads, a thread's windows of a phase,
+    and the tiles of a plane."""
+
+    size: int
+    box: int
+    grid: int
+    rounds: int
+    tiles: int
+
+
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """What a block computes: ``size`` positions of y, in ``planes`` planes and ``channels``
-    adjacent elements of ``inner``."""
+    """What a block computes, in ``planes`` planes and ``channels`` adjacent elements of ``inner``.
+
+    ``phases`` are the most windows that contain a position, along each axis.
+    """
 
     form: WindowForm
-    size: tuple[int, ...]
+    phases: tuple[int, ...]
+    sides: tuple[Side, Side, Side]
     planes: int
     channels: int
 
     @property
-    def phases(self) -> list[int]:
-        """The most windows that contain a position, along each axis."""
-        return _phases(self.form)
-
-    @property
-    def box(self) -> list[int]:
-        """The most windows of the tile along each axis."""
-        sides = zip(self.form.windows, self.size, strict=True)
-        return [covered(axis, size) for axis, size in sides]
-
-    @property
-    def axis(self) -> int:
-        """The axis along which a thread has several windows of a phase."""
-        return 1 if self.form.y_size[1] > 1 else 2
-
-    @property
-    def grid(self) -> list[int]:
-        """The threads along each axis."""
-        found = list(map(ceil_div, self.box, self.phases))
-        wanted = ceil_div(LEAST_WINDOWS, prod(self.phases))
-        found[self.axis] = ceil_div(found[self.axis], wanted)
-        return found
-
-    @property
-    def rounds(self) -> int:
-        """A thread's windows of a phase."""
-        return ceil_div(self.box[self.axis], self.phases[self.axis] * self.grid[self.axis])
-
-    @property
     def threads(self) -> int:
-        return self.planes * prod(self.grid) * self.channels
+        d, h, w = self.sides
+        return self.planes * self.channels * d.grid * h.grid * w.grid
 
     @property
-    def tiles(self) -> list[int]:
-        """Tiles of a plane along each axis."""
-        sides = zip(self.form.y_size, self.size, strict=True)
-        return [ceil_div(size, own) for size, own in sides]
+    def steps(self) -> int:
+        """A thread's windows."""
+        return prod(self.phases) * prod(side.rounds for side in self.sides)
 
     @property
     def chunks(self) -> int:
@@ -103,20 +87,26 @@ class Tile:
 
     @property
     def blocks(self) -> int:
-        return ceil_div(self.form.batch, self.planes) * prod(self.tiles) * self.chunks
+        d, h, w = self.sides
+        planes = ceil_div(self.form.batch, self.planes)
+        return planes * self.chunks * d.tiles * h.tiles * w.tiles
 
-    def bytes(self, dtype: DType) -> tuple[int, int, int]:
-        """Return those of the cells, with room for their misalignment, where steps are, and all."""
-        cells = self.planes * prod(self.size) * self.channels
+    def places(self, dtype: DType) -> tuple[int, int, int]:
+        """Return the bytes of the cells and of their misalignment, where steps are, and all."""
+        d, h, w = self.sides
         cell = max(4, dtype.itemsize)
-        ranges = ceil_div(cells * cell, CHUNK_BYTES) * CHUNK_BYTES + 8 * cell
-        steps = ranges + ceil_div(RANGE_BYTES * sum(self.box), CHUNK_BYTES) * CHUNK_BYTES
-        return ranges, steps, steps + STEP_BYTES * prod(self.phases) * self.rounds
+        cells = self.planes * self.channels * d.size * h.size * w.size * cell
+        ranges = ceil_div(cells, CHUNK_BYTES) * CHUNK_BYTES + 8 * cell
+        boxes = RANGE_BYTES * (d.box + h.box + w.box)
+        steps = ranges + ceil_div(boxes, CHUNK_BYTES) * CHUNK_BYTES
+        return ranges, steps, steps + STEP_BYTES * self.steps
+
+    def fits(self, dtype: DType, most: int) -> bool:
+        return self.threads <= MOST_THREADS and self.places(dtype)[-1] <= most
 
     def cost(self, device: CudaDevice) -> int:
         """Return the windows of a multiprocessor."""
-        threads = ceil_div(self.threads, WARP) * WARP
-        each = threads * prod(self.phases) * self.rounds + A_BLOCK
+        each = ceil_div(self.threads, WARP) * WARP * self.steps + A_BLOCK
         return ceil_div(self.blocks, device.multiprocessors) * each
 
 
@@ -137,37 +127,34 @@ class WindowScatter(FromIndices[Tile]):
             return "an image of windows of more than 31 bits"
         if form.last and not self._moves and prod(_phases(form)) < LEAST_PHASES:
             return f"channels last, with positions in fewer than {LEAST_PHASES} windows"
-        small = [tile for tile in _tiles(form) if tile.threads <= MOST_THREADS]
         for most in (MOST_BYTES, device.shared_bytes_per_block - RESERVED_BYTES):
-            fitting = [tile for tile in small if tile.bytes(work.dtype)[-1] <= most]
-            if fitting:
+            tile = min(
+                _fitting(form, work.dtype, most), key=lambda tile: tile.cost(device), default=None
+            )
+            if tile is not None:
                 break
         else:
             return "windows of too many positions"
-        tile = min(fitting, key=lambda tile: tile.cost(device))
         if tile.blocks > MAX_BLOCKS:
             return "more blocks than a grid can have"
         return form.why_not() or tile
 
-    def launch(
-        self, work: WindowWork, device: CudaDevice, config: Tile, bad: str | None
-    ) -> Launch:
+    def launch(self, work: WindowWork, device: CudaDevice, config: Tile, bad: str | None) -> Launch:
         tile, form, args = config, config.form, ScatterArgs()
         args.windows = window_args(form, 1, form.y_size)
         chunk = CHUNK_BYTES // work.dtype.itemsize
         args.vectors = form.inner % chunk == 0 and tile.channels % chunk == 0
-        args.tile[:], args.tiles[:], args.planes = tile.size, tile.tiles, tile.planes
-        args.channels, args.chunks = tile.channels, tile.chunks
-        args.phases[:], args.grid[:], args.rounds = tile.phases, tile.grid, tile.rounds
-        args.round[tile.axis] = tile.phases[tile.axis] * tile.grid[tile.axis]
-        args.box[:] = tile.box
-        args.cells, args.steps_at, room = tile.bytes(work.dtype)
+        args.planes, args.channels, args.chunks = tile.planes, tile.channels, tile.chunks
+        args.phases[:], args.rounds = tile.phases, prod(side.rounds for side in tile.sides)
+        for axis, (side, phases) in enumerate(zip(tile.sides, tile.phases, strict=True)):
+            args.tile[axis], args.box[axis], args.grid[axis] = side.size, side.box, side.grid
+            args.round[axis] = phases * side.grid if side.rounds > 1 else 0
+            args.tiles[axis], args.by_tiles[axis] = side.tiles, divider_of(side.tiles)
+            args.by_tile[axis], args.by_grid[axis] = divider_of(side.size), divider_of(side.grid)
+            args.by_y_size[axis] = divider_of(form.y_size[axis])
+        args.cells, args.steps_at, room = tile.places(work.dtype)
         args.by_chunks, args.by_channels = divider_of(tile.chunks), divider_of(tile.channels)
         args.by_stores = divider_of(tile.channels // (chunk if args.vectors else 1))
-        sides = tile.tiles, tile.grid, tile.size, form.y_size
-        targets = args.by_tiles, args.by_grid, args.by_tile, args.by_y_size
-        for dividers, divisors in zip(targets, sides, strict=True):
-            dividers[:] = [divider_of(divisor) for divisor in divisors]
         threads = max(LEAST_THREADS, ceil_div(tile.threads, WARP) * WARP)
         return Launch(
             _instance(work.dtype, work.index_dtype, form.y_size[0] > 1, self._moves),
@@ -187,30 +174,57 @@ class WindowScatter(FromIndices[Tile]):
         ]
 
 
-def _phases(form: WindowForm) -> list[int]:
-    return [min(most_positions(axis), axis.input) for axis in form.windows]
+def _phases(form: WindowForm) -> tuple[int, ...]:
+    return tuple(min(most_positions(axis), axis.input) for axis in form.windows)
 
 
-def _tiles(form: WindowForm) -> Iterator[Tile]:
-    """Those of one plane; of several whole ones; with ``inner`` of 1 those of adjacent elements."""
+def _fitting(form: WindowForm, dtype: DType, most: int) -> Iterator[Tile]:
+    """The tiles of ``most`` bytes: of whole planes, and of parts of one.
+
+    With ``inner`` of 1 parts are adjacent elements.
+    """
     parts = ceil_div(form.inner, CHANNELS)
     channels = ceil_div(form.inner, parts)
     if parts > 1:
         channels = ceil_div(channels, 8) * 8
-    whole = form.y_size
-    planes = 1
+    phases = _phases(form)
+    # A thread has several windows of a phase along one axis.
+    several = 1 if form.y_size[1] > 1 else 2
+    sides: list[list[Side]] = []
+    for index, axis in enumerate(form.windows):
+        wanted = ceil_div(LEAST_WINDOWS, prod(phases)) if index == several else 1
+        sides.append([])
+        for size in dict.fromkeys(ceil_div(axis.output, n) for n in PARTS if n <= axis.output):
+            box = covered(axis, size)
+            grid = ceil_div(box, phases[index] * wanted)
+            rounds = ceil_div(box, phases[index] * grid)
+            sides[-1].append(Side(size, box, grid, rounds, ceil_div(axis.output, size)))
+    whole, planes = (sides[0][0], sides[1][0], sides[2][0]), 1
     while planes <= form.batch:
-        yield Tile(form, whole, planes, channels)
+        tile = Tile(form, phases, whole, planes, channels)
+        if not tile.fits(dtype, most):
+            break
+        yield tile
         planes += max(1, planes // 8)
-    sizes = [list(dict.fromkeys(ceil_div(size, n) for n in PARTS if n <= size)) for size in whole]
-    if form.inner > 1:
-        for size in product(*sizes):
-            yield Tile(form, size, 1, channels)
-        return
-    for axis in range(3):
-        for size in sizes[axis]:
-            yield Tile(form, (*(1,) * axis, size, *whole[axis + 1 :]), 1, 1)
-
+    room = most // (channels * max(4, dtype.itemsize))  # cells of a channel
+    for d in sides[0]:
+        for h in sides[1]:
+            # Adjacent elements are parts of a line, lines of a slice, or slices.
+            if form.inner == 1 and d.size > 1 and h.tiles > 1:
+                break
+            if d.size * h.size > room:
+                continue
+            found = 0
+            for w in sides[2]:
+                if form.inner == 1 and d.size * h.size > 1 and w.tiles > 1:
+                    break
+                tile = Tile(form, phases, (d, h, w), 1, channels)
+                if not tile.fits(dtype, most):
+                    continue
+                yield tile
+                found += 1
+                if found == FITTING:
+                    break
 
 
 def _instance(dtype: DType, index: DType, sliced: bool, moves: bool) -> Instance:
