@@ -33,7 +33,7 @@ ENOUGH_ITEMS = 128
 # Positions of a thread along axis 1.
 RUNS = (16, 8, 4, 2, 1)
 # Of sums, if results are many.
-FEWER_BYTES = 22 * 1024
+FEWER_BYTES = 24 * 1024
 # Results are many if there are so many for each position of x. Such maxima are staged in shared
 # memory.
 MANY_OUTPUTS = 0.5

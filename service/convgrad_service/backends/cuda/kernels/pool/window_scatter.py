@@ -31,17 +31,21 @@ __all__ = ["WindowScatter"]
 # Threads of a block, adjacent elements of `inner`, and bytes of its cells.
 LEAST_THREADS, MOST_THREADS, WARP = 128, 256, 32
 CHANNELS = 16
-MOST_BYTES = 32 * 1024
+MOST_BYTES = 48 * 1024
 RANGE_BYTES, STEP_BYTES = 8, 16
 # Channels last, positions in fewer windows are left to others.
-LEAST_PHASES = 4
-# Windows of a thread, if a tile has enough.
-LEAST_WINDOWS = 16
-# What a block costs beside its windows, in windows.
-A_BLOCK = 256
+LEAST_PHASES = 5
+# Windows of a phase of a thread that are tried, and the most of all phases.
+ROUNDS, MOST_STEPS = (1, 2, 4, 8), 32
+# What a block and a cell cost, in windows, and threads that keep a multiprocessor busy: on 65 layers, the chosen tile takes 1.03 of the time of the best measured one.
+A_BLOCK, CELLS_A_WINDOW, BUSY_THREADS = 256, 4, 1100
+# Threads that a multiprocessor can have.
+RESIDENT = 1280
 # Parts of an axis that are tried: of the largest tiles, as many as are FITTING along the last axis.
 PARTS = sorted({*range(1, 9), *(5 * 2**n // 4 for n in range(3, 31)), *(2**n for n in range(31))})
 FITTING = 3
+# Smaller tiles are tried only if no other fits.
+FEW_THREADS = 64
 
 
 ScatterArgs: Any = structure("pool/window_scatter.cu", "ScatterArgs", anonymous=("windows",))
@@ -104,10 +108,15 @@ class Tile:
     def fits(self, dtype: DType, most: int) -> bool:
         return self.threads <= MOST_THREADS and self.places(dtype)[-1] <= most
 
-    def cost(self, device: CudaDevice) -> int:
-        """Return the windows of a multiprocessor."""
-        each = ceil_div(self.threads, WARP) * WARP * self.steps + A_BLOCK
-        return ceil_div(self.blocks, device.multiprocessors) * each
+    def cost(self, dtype: DType, device: CudaDevice) -> float:
+        """Return the windows of a multiprocessor, as if it were busy."""
+        cells, _, end = self.places(dtype)
+        threads = ceil_div(self.threads, WARP) * WARP
+        fit = device.shared_bytes_per_multiprocessor // (end + RESERVED_BYTES)
+        resident = self.threads * max(1, min(fit, RESIDENT // max(LEAST_THREADS, threads)))
+        each = threads * self.steps + A_BLOCK + cells // max(4, dtype.itemsize) // CELLS_A_WINDOW
+        blocks = ceil_div(self.blocks, device.multiprocessors)
+        return blocks * each * max(1.0, BUSY_THREADS / resident)
 
 
 class WindowScatter(FromIndices[Tile]):
@@ -128,9 +137,11 @@ class WindowScatter(FromIndices[Tile]):
         if form.last and not self._moves and prod(_phases(form)) < LEAST_PHASES:
             return f"channels last, with positions in fewer than {LEAST_PHASES} windows"
         for most in (MOST_BYTES, device.shared_bytes_per_block - RESERVED_BYTES):
-            tile = min(
-                _fitting(form, work.dtype, most), key=lambda tile: tile.cost(device), default=None
-            )
+            fitting = [
+                tile for rounds in ROUNDS for tile in _fitting(form, work.dtype, most, rounds)
+            ]
+            costs = [tile.cost(work.dtype, device) for tile in fitting]
+            tile = fitting[costs.index(min(costs))] if fitting else None
             if tile is not None:
                 break
         else:
@@ -178,25 +189,27 @@ def _phases(form: WindowForm) -> tuple[int, ...]:
     return tuple(min(most_positions(axis), axis.input) for axis in form.windows)
 
 
-def _fitting(form: WindowForm, dtype: DType, most: int) -> Iterator[Tile]:
-    """The tiles of ``most`` bytes: of whole planes, and of parts of one.
+def _fitting(form: WindowForm, dtype: DType, most: int, wanted: int) -> Iterator[Tile]:
+    """The tiles of at most ``most`` bytes: of whole planes, and of parts of one.
 
-    With ``inner`` of 1 parts are adjacent elements.
+    A thread has ``wanted`` windows of a phase, if there are as many along an axis. With ``inner``
+    of 1 parts are adjacent elements.
     """
     parts = ceil_div(form.inner, CHANNELS)
     channels = ceil_div(form.inner, parts)
     if parts > 1:
         channels = ceil_div(channels, 8) * 8
     phases = _phases(form)
-    # A thread has several windows of a phase along one axis.
+    if wanted > 1 and wanted * prod(phases) > MOST_STEPS:
+        return
     several = 1 if form.y_size[1] > 1 else 2
     sides: list[list[Side]] = []
     for index, axis in enumerate(form.windows):
-        wanted = ceil_div(LEAST_WINDOWS, prod(phases)) if index == several else 1
+        own = wanted if index == several else 1
         sides.append([])
         for size in dict.fromkeys(ceil_div(axis.output, n) for n in PARTS if n <= axis.output):
             box = covered(axis, size)
-            grid = ceil_div(box, phases[index] * wanted)
+            grid = ceil_div(box, phases[index] * own)
             rounds = ceil_div(box, phases[index] * grid)
             sides[-1].append(Side(size, box, grid, rounds, ceil_div(axis.output, size)))
     whole, planes = (sides[0][0], sides[1][0], sides[2][0]), 1
@@ -207,6 +220,7 @@ def _fitting(form: WindowForm, dtype: DType, most: int) -> Iterator[Tile]:
         yield tile
         planes += max(1, planes // 8)
     room = most // (channels * max(4, dtype.itemsize))  # cells of a channel
+    fits = False
     for d in sides[0]:
         for h in sides[1]:
             # Adjacent elements are parts of a line, lines of a slice, or slices.
@@ -214,6 +228,8 @@ def _fitting(form: WindowForm, dtype: DType, most: int) -> Iterator[Tile]:
                 break
             if d.size * h.size > room:
                 continue
+            if fits and channels * d.grid * h.grid * sides[2][0].grid < FEW_THREADS:
+                break
             found = 0
             for w in sides[2]:
                 if form.inner == 1 and d.size * h.size > 1 and w.tiles > 1:
@@ -222,6 +238,7 @@ def _fitting(form: WindowForm, dtype: DType, most: int) -> Iterator[Tile]:
                 if not tile.fits(dtype, most):
                     continue
                 yield tile
+                fits = True
                 found += 1
                 if found == FITTING:
                     break
