@@ -37,7 +37,8 @@ RANGE_BYTES, STEP_BYTES = 8, 16
 LEAST_PHASES = 5
 # Windows of a phase of a thread that are tried, and the most of all phases.
 ROUNDS, MOST_STEPS = (1, 2, 4, 8), 32
-# What a block and a cell cost, in windows, and threads that keep a multiprocessor busy: on 65 layers, the chosen tile takes 1.03 of the time of the best measured one.
+# What a block and a cell cost, in windows, and threads that keep a multiprocessor busy. The chosen
+# tile takes 1.03 of the time of the best measured one, on 65 layers.
 A_BLOCK, CELLS_A_WINDOW, BUSY_THREADS = 256, 4, 1100
 # Threads that a multiprocessor can have.
 RESIDENT = 1280
