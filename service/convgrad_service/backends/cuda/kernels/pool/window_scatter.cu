@@ -69,7 +69,10 @@ struct Side {
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(256, sizeof(T) == 8 ? 4 : 5)
+// Compilers for other GPUs need more registers.
+constexpr int kBlocks = sizeof(T) == 8 || __CUDA_ARCH__ != 900 ? 4 : 5;
+
+extern "C" __global__ void __launch_bounds__(256, kBlocks)
     window_scatter(const __grid_constant__ ScatterArgs args) {
   extern __shared__ __align__(16) unsigned char shared[];
   __shared__ Side sides[3];
