@@ -33,8 +33,8 @@ LEAST_THREADS, MOST_THREADS, WARP = 128, 256, 32
 CHANNELS = 16
 MOST_BYTES = 48 * 1024
 RANGE_BYTES, STEP_BYTES = 8, 16
-# Channels last, positions in fewer windows are left to others.
-LEAST_PHASES = 5
+# Channels last, positions in fewer windows are left to others, and so are signals.
+LEAST_PHASES = 4
 # Windows of a phase of a thread that are tried, and the most of all phases.
 ROUNDS, MOST_STEPS = (1, 2, 4, 8), 32
 # What a block and a cell cost, in windows, and threads that keep a multiprocessor busy. The chosen
@@ -135,8 +135,10 @@ class WindowScatter(FromIndices[Tile]):
             return "dilated"
         if prod(form.x_size) * form.inner >= LARGEST:
             return "an image of windows of more than 31 bits"
-        if form.last and not self._moves and prod(_phases(form)) < LEAST_PHASES:
-            return f"channels last, with positions in fewer than {LEAST_PHASES} windows"
+        if form.last and few_windows(form) and not self._moves:
+            return (
+                f"channels last, with positions in fewer than {LEAST_PHASES} windows, or a signal"
+            )
         for most in (MOST_BYTES, device.shared_bytes_per_block - RESERVED_BYTES):
             fitting = [
                 tile for rounds in ROUNDS for tile in _fitting(form, work.dtype, most, rounds)
@@ -184,6 +186,11 @@ class WindowScatter(FromIndices[Tile]):
             for index in INDEX
             for sliced in (False, True)
         ]
+
+
+def few_windows(form: WindowForm) -> bool:
+    """Whether another kernel is faster, channels last."""
+    return form.one_line or prod(_phases(form)) < LEAST_PHASES
 
 
 def _phases(form: WindowForm) -> tuple[int, ...]:
