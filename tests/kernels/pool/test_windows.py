@@ -10,7 +10,7 @@ import pytest
 from convgrad.errors import InvalidProblem
 from convgrad_service.backends.base import Backend
 from convgrad_service.backends.cuda.families import FAMILIES
-from convgrad_service.backends.cuda.kernels.pool import window_box
+from convgrad_service.backends.cuda.kernels.pool import window_box, window_scatter
 from convgrad_service.plans.cuda.device import H200
 from convgrad_service.problems import run_in_pieces
 from tests.emulator.backend import EmulatedBackend, works_here
@@ -87,7 +87,8 @@ def test_emulated_boxes_of_parts_of_planes(
     tensors, wanted = drawn(seed, case, "float32", "bounded")
     layout = with_layouts(case.ndim, grouped=False)[-2]
     whole = answers(EmulatedBackend(FAMILIES), case, tensors, layout)
-    monkeypatch.setattr(window_box, "MOST_BYTES", dict.fromkeys(window_box.MOST_BYTES, bytes))
+    monkeypatch.setattr(window_box, "MOST_BYTES", bytes)
+    monkeypatch.setattr(window_scatter, "MOST_BYTES", bytes)
     found = answers(EmulatedBackend(FAMILIES), case, tensors, layout)
     check(found, wanted, "bounded", f"seed {seed}, {case.id}")
     for name, array in found.items():

@@ -237,7 +237,7 @@ FUSED = (
 # Maxima over windows, and their gradients from indices.
 MAXIMA_ONE_PASS = (WindowReduce(), WindowPlanes(), WindowMaxima())
 MAXIMA = (MaximaByAxes(MAXIMA_ONE_PASS), *MAXIMA_ONE_PASS)
-FROM_INDICES = (WindowScatter(), RouteStrips(), WindowRoutes())
+FROM_INDICES = (RouteStrips(), WindowScatter(), WindowRoutes())
 
 LAST_GATHERS = (*DENSE, *IMPLICIT_GEMMS, GatherTile(), GatherDirect())
 

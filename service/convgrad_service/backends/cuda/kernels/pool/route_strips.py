@@ -68,6 +68,8 @@ class RouteStrips(FromIndices[Strips]):
         form = WindowForm.of(work)
         if not form.last or form.dilated:
             return "channels first, or dilated"
+        if not form.windows[0].is_identity:
+            return "windows of several slices"
         if any(not _slides(axis) for axis in form.counted[1:]):
             return f"windows that are not {KERNEL} x {KERNEL}, {STRIDE} apart"
         widths = WIDTHS[work.dtype.itemsize]

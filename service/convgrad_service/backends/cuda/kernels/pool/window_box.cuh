@@ -25,13 +25,10 @@ struct BoxArgs {
   int y_pitch;   // elements of y between lines, in shared memory
   int whole;     // whether a block has whole planes
   int by_lines;  // whether each line is a segment
-  int indices_at, y_at, places_at, ranges_at, weights_at;  // bytes, in shared memory
-  int staged;       // window_planes.cu: whether y, and indices of 32 bits, are copied to shared memory first
-  int ranges;       // windows of a table: along axis 1, window_scatter.cu also along axis 2
-  int phases[3];    // window_scatter.cu: the most windows that contain a position
-  int in_phase[3];  // windows of a phase
+  int y_at, places_at, ranges_at, weights_at;  // bytes, in shared memory
+  int staged;       // whether y, and indices of 32 bits, are copied to shared memory first
   Divider by_tile[3];  // axis 1: by the runs of a column
-  Divider by_tiles[3], by_phase[3], by_y_size[3];
+  Divider by_tiles[3];
 };
 
 struct Box {

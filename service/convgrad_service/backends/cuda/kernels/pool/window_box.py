@@ -10,6 +10,7 @@ from convgrad_service.backends.cuda.kernels.core.elements import MAX_BLOCKS
 from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES
 from convgrad_service.backends.cuda.kernels.pool.window_form import (
     WindowForm,
+    covered,
     divider_of,
     most_positions,
     window_args,
@@ -18,27 +19,24 @@ from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import ceil_div
 from convgrad_service.plans.cuda.works import WindowWork
-from convgrad_service.problems.windows import WindowAxis
 
 __all__ = ["BOX_BLOCK", "MOST_BYTES", "Tile", "tiled"]
 
 BOX_BLOCK = 256
 # Shared memory of a block: several fit on a multiprocessor.
-MOST_BYTES = {"sums": 72 * 1024, "maxima": 72 * 1024, "routes": 56 * 1024}
+MOST_BYTES = 72 * 1024
 # Whole planes beyond those that a block needs are added up to here.
-ENOUGH_BYTES = {"sums": 40 * 1024, "maxima": 40 * 1024, "routes": 56 * 1024}
+ENOUGH_BYTES = 40 * 1024
 # Blocks that keep a multiprocessor busy, and threads' items that keep a block busy.
-ENOUGH_BLOCKS = {"sums": 8, "maxima": 8, "routes": 4}
+ENOUGH_BLOCKS = 8
 ENOUGH_ITEMS = 128
+# Positions of a thread along axis 1.
+RUNS = (16, 8, 4, 2, 1)
 # Of sums, if results are many.
 FEWER_BYTES = 24 * 1024
 # Results are many if there are so many for each position of x. Such maxima are staged in shared
 # memory.
 MANY_OUTPUTS = 0.5
-# The most windows of a table, for routes.
-MOST_COLUMNS = 512
-# Positions of a thread along axis 1.
-RUNS = (16, 8, 4, 2, 1)
 RANGE_BYTES = 8
 
 
@@ -61,8 +59,7 @@ class Tile:
     @classmethod
     def of(cls, work: WindowWork, form: WindowForm, device: CudaDevice) -> Tile | None:
         """Return None if windows are too large for shared memory."""
-        usual = MOST_BYTES[work.kind]
-        return cls._within(usual, work, form, device) or cls._within(
+        return cls._within(MOST_BYTES, work, form, device) or cls._within(
             device.shared_bytes_per_block, work, form, device
         )
 
@@ -74,9 +71,9 @@ class Tile:
         whole = cls(form.y_size, form.x_size, together, whole=True, by_lines=False)
         each = whole.places(work, form).end
         if each <= most:
-            blocks = ENOUGH_BLOCKS[work.kind] * device.multiprocessors
+            blocks = ENOUGH_BLOCKS * device.multiprocessors
             fewer = work.kind == "sums" and _many(form)
-            enough = FEWER_BYTES if fewer else ENOUGH_BYTES[work.kind]
+            enough = FEWER_BYTES if fewer else ENOUGH_BYTES
             groups = min(enough // each, ceil_div(form.batch, together * blocks))
             return replace(whole, planes=together * max(1, groups))
         for by_lines, least_lines, least_columns in ((False, 1, None), (True, 8, 32)):
@@ -96,7 +93,7 @@ class Tile:
     @classmethod
     def _cut(cls, form: WindowForm, size: tuple[int, ...], planes: int, *, by_lines: bool) -> Tile:
         sides = zip(form.windows, size, strict=True)
-        box = [_covered(axis, positions) for axis, positions in sides]
+        box = [covered(axis, positions) for axis, positions in sides]
         if not by_lines:
             box[2] = form.x_size[2]
         return cls(size, tuple(box), planes, whole=False, by_lines=by_lines)
@@ -132,29 +129,18 @@ class Tile:
 
         elements = self.planes * self.pitch(work, form)[0]
         outputs = self.planes * self.size[0] * self.size[1] * self.y_pitch(work, form)
-        routes, wide = work.kind == "routes", max(4, work.dtype.itemsize)
-        indices = room(elements, work.dtype.itemsize)
         staged = self.staged(work, form)
-        y = indices + (room(elements, work.index_dtype.itemsize) if routes else 0)
-        cell = wide if routes else work.dtype.itemsize if staged else 0
-        places = y + (room(outputs, cell) if cell else 0)
+        y = room(elements, work.dtype.itemsize)
+        places = y + (room(outputs, work.dtype.itemsize) if staged else 0)
         ranges = places + (room(outputs, 4) if staged else 0)
-        weights = ranges + RANGE_BYTES * self.ranges(work, form)
-        weight_bytes = wide if form.varying == "inputs" else 0
+        weights = ranges + RANGE_BYTES * self.size[1]
+        weight_bytes = max(4, work.dtype.itemsize) if form.varying == "inputs" else 0
         end = weights + weight_bytes * sum(self.box)
-        return Places(indices, y, places, ranges, weights, end)
+        return Places(y, places, ranges, weights, end)
 
     def staged(self, work: WindowWork, form: WindowForm) -> bool:
         """Return whether results are stored in shared memory first: many maxima with indices."""
         return self.whole and work.kind == "maxima" and work.indices is not None and _many(form)
-
-    def ranges(self, work: WindowWork, form: WindowForm) -> int:
-        """Return the windows of a table: those along axis 1, for routes also along axis 2."""
-        if work.kind != "routes":
-            return self.size[1]
-        if form.is_simple(form.counted):
-            return 0
-        return self.box[1] + (self.box[2] if self.box[2] <= MOST_COLUMNS else 0)
 
     def arguments(self, work: WindowWork, form: WindowForm) -> Any:
         """Return the arguments of a launch."""
@@ -163,18 +149,12 @@ class Tile:
         args.tile[:], args.box[:], args.tiles[:] = self.size, self.box, self.tiles(form)
         args.planes, args.run = self.planes, self.run(work, form)
         args.whole, args.by_lines = self.whole, self.by_lines
-        args.ranges = self.ranges(work, form)
         args.pitch[:], args.y_pitch = self.pitch(work, form), self.y_pitch(work, form)
         places = self.places(work, form)
-        args.indices_at, args.y_at, args.places_at, args.ranges_at, args.weights_at, _ = places
+        args.y_at, args.places_at, args.ranges_at, args.weights_at, _ = places
         args.staged = self.staged(work, form)
-        axes = zip(form.windows, self.box, strict=True)
-        args.phases[:] = [min(most_positions(axis), box) for axis, box in axes]
-        args.in_phase[:] = [ceil_div(*pair) for pair in zip(self.box, args.phases, strict=True)]
         runs = self.size[0], ceil_div(self.size[1], args.run), self.size[2]
-        sides = runs, args.tiles, args.in_phase, form.y_size
-        targets = args.by_tile, args.by_tiles, args.by_phase, args.by_y_size
-        for dividers, divisors in zip(targets, sides, strict=True):
+        for dividers, divisors in ((args.by_tile, runs), (args.by_tiles, args.tiles)):
             dividers[:] = [divider_of(divisor) for divisor in divisors]
         return args
 
@@ -204,7 +184,6 @@ def tiled(work: WindowWork, form: WindowForm, device: CudaDevice) -> Tile | str:
 class Places(NamedTuple):
     """Offsets in shared memory, in bytes: the parts that follow the box of x, and the end."""
 
-    indices: int
     y: int
     places: int
     ranges: int
@@ -218,8 +197,6 @@ def _many(form: WindowForm) -> bool:
 
 def _together(work: WindowWork, form: WindowForm) -> int:
     """Return a multiple of the planes of a thread, see ``window_planes.cu``."""
-    if work.kind == "routes":
-        return 1
     _, lines, taps = map(most_positions, form.windows)
     three = max(lines, taps) == 3 and lines > 1 and work.carried is None
     return 2 if work.dtype.itemsize == 8 or (work.kind == "maxima" and three) else 4
@@ -233,9 +210,3 @@ def _pitch(length: int, like: int, chunk: int) -> int:
 def _chunk(work: WindowWork) -> int:
     """Return the most elements of the tensors in a chunk."""
     return CHUNK_BYTES // min(work.dtype.itemsize, work.index_dtype.itemsize)
-
-
-def _covered(axis: WindowAxis, outputs: int) -> int:
-    """Return an upper bound of the positions in all windows of adjacent outputs."""
-    reach = (outputs - 1) * axis.step + axis.last - axis.first
-    return min(axis.input, ceil_div(reach, axis.unit))

@@ -24,6 +24,7 @@ __all__ = [
     "SMALL",
     "FromIndices",
     "WindowForm",
+    "covered",
     "divider_of",
     "most_positions",
     "widths",
@@ -206,6 +207,12 @@ def most_positions(axis: WindowAxis) -> int:
     """Return an upper bound of the size of a window along an axis."""
     found = axis.uniform_size or ceil_div(axis.last - axis.first, axis.unit)
     return max(1, min(axis.input, found))
+
+
+def covered(axis: WindowAxis, outputs: int) -> int:
+    """Return an upper bound of the positions in all windows of adjacent outputs."""
+    reach = (outputs - 1) * axis.step + axis.last - axis.first
+    return max(1, min(axis.input, ceil_div(reach, axis.unit)))
 
 
 def widths(*dtypes: DType) -> tuple[int, ...]:

@@ -5,6 +5,8 @@
 // A thread computes WIDTH adjacent elements of `inner` at one position of y. If ROWS > 0, windows have at
 // most ROWS by COLUMNS adjacent positions along their last two axes, all of which are loaded before the
 // first comparison. Otherwise they have any number, and a dilation.
+// SLIDING: one slice, and windows of 3 by at most 3 positions that slide by one along axis 1. A thread computes
+// `run` positions along it; each line is loaded and reduced once for its three windows.
 // Block: 128 threads; shared memory: none. Deterministic. Grid: y = chunks of the
 // batch. Preconditions: aligned vectors; windows contain a position.
 // Index limits: planes and a chunk's threads below 2^31; offsets in 64 bits.
@@ -27,6 +29,11 @@ struct Most {
 #pragma unroll
     for (int v = 0; v < WIDTH; ++v) of[v].take(values.at[v], position, first);
   }
+  // A later part of the window.
+  __device__ __forceinline__ void meet(const Most& later) {
+#pragma unroll
+    for (int v = 0; v < WIDTH; ++v) of[v].meet(later.of[v], false);
+  }
 };
 
 }  // namespace
@@ -35,8 +42,71 @@ extern "C" __global__ void __launch_bounds__(128, 4)
     window_maxima(const __grid_constant__ WindowArgs args) {
   const int thread = static_cast<int>(blockIdx.x) * 128 + static_cast<int>(threadIdx.x);
   if (thread >= args.threads) return;
-  const WindowItem item = item_of(args, thread, args.y_size, args.inner / WIDTH);
+  const int items[3] = {args.y_size[0], (args.y_size[1] + args.run - 1) / args.run, args.y_size[2]};
+  const WindowItem item = item_of(args, thread, items, args.inner / WIDTH);
   if (item.group >= args.batch) return;
+  const i64 row = static_cast<i64>(args.x_size[2]) * args.inner;
+  const i64 x_plane = row * args.x_size[1] * args.x_size[0];
+  const i64 lead = item.group * x_plane + item.vector * WIDTH;
+  const T* const x = static_cast<const T*>(args.x) + lead;
+  const i64 outputs = static_cast<i64>(args.y_size[0]) * args.y_size[1] * args.y_size[2];
+  const auto store = [&](const Most& most, int at1) {
+    const i64 position =
+        (static_cast<i64>(item.at[0]) * args.y_size[1] + at1) * args.y_size[2] + item.at[2];
+    const i64 to = (item.group * outputs + position) * args.inner + item.vector * WIDTH;
+    Values values;
+    int where[WIDTH];
+#pragma unroll
+    for (int v = 0; v < WIDTH; ++v) {
+      values.at[v] = most.of[v].element();
+      where[v] = most.of[v].where;
+    }
+    if (args.y != nullptr) values.store(static_cast<T*>(args.y) + to);
+    store_positions(args, lead, to, where, args.inner / WIDTH % 2 == 0);
+  };
+#if SLIDING
+  // Beside the lines and columns that exist, the nearest of them, which are in the window as well.
+  const auto within = [&](int axis, int at) {
+    return min(max(at, args.window[axis].low), args.window[axis].high - 1);
+  };
+  int columns[3];
+#pragma unroll
+  for (int t = 0; t < 3; ++t) {
+    const int start = item.at[2] * args.window[2].whole + args.window[2].first;
+    const int last = item.at[2] * args.window[2].whole + args.window[2].last - 1;
+    columns[t] = within(2, min(start + t, last));
+  }
+  const int begin = item.at[1] * args.run, end = min(begin + args.run, args.y_size[1]);
+  int next = begin + args.window[1].first;  // the line that is reduced next
+  Values ahead[3];
+  const auto fetch = [&](int line) {
+    const T* const from = x + within(1, line) * row;
+#pragma unroll
+    for (int t = 0; t < 3; ++t) ahead[t] = Values::load(from + static_cast<i64>(columns[t]) * args.inner);
+  };
+  Most kept[3];
+  const auto keep = [&](Most& as) {
+    const int position = within(1, next) * args.x_size[2];
+#pragma unroll
+    for (int t = 0; t < 3; ++t) as.take(ahead[t], position + columns[t], t == 0);
+    ++next;
+    fetch(next);
+  };
+  fetch(next);
+  keep(kept[0]);
+  keep(kept[1]);
+  for (int at1 = begin; at1 < end;) {
+#pragma unroll
+    for (int turn = 0; turn < 3; ++turn) {
+      if (at1 >= end) break;
+      keep(kept[(turn + 2) % 3]);
+      Most most = kept[turn];
+      most.meet(kept[(turn + 1) % 3]);
+      most.meet(kept[(turn + 2) % 3]);
+      store(most, at1++);
+    }
+  }
+#else
   int start[3], stop[3];
 #pragma unroll
   for (int axis = 0; axis < 3; ++axis) {
@@ -44,10 +114,6 @@ extern "C" __global__ void __launch_bounds__(128, 4)
                        : window_first(args, axis, item.at[axis]);
     stop[axis] = window_stop(args.window[axis], item.at[axis]);
   }
-  const i64 row = static_cast<i64>(args.x_size[2]) * args.inner;
-  const i64 x_plane = row * args.x_size[1] * args.x_size[0];
-  const i64 lead = item.group * x_plane + item.vector * WIDTH;
-  const T* const x = static_cast<const T*>(args.x) + lead;
   Most most;
 #if ROWS
   for (int i0 = start[0]; i0 < stop[0]; ++i0) {
@@ -89,17 +155,6 @@ extern "C" __global__ void __launch_bounds__(128, 4)
     }
   }
 #endif
-  const i64 outputs = static_cast<i64>(args.y_size[0]) * args.y_size[1] * args.y_size[2];
-  const i64 position =
-      (static_cast<i64>(item.at[0]) * args.y_size[1] + item.at[1]) * args.y_size[2] + item.at[2];
-  const i64 to = (item.group * outputs + position) * args.inner + item.vector * WIDTH;
-  Values values;
-  int where[WIDTH];
-#pragma unroll
-  for (int v = 0; v < WIDTH; ++v) {
-    values.at[v] = most.of[v].element();
-    where[v] = most.of[v].where;
-  }
-  if (args.y != nullptr) values.store(static_cast<T*>(args.y) + to);
-  store_positions(args, lead, to, where, args.inner / WIDTH % 2 == 0);
+  store(most, item.at[1]);
+#endif
 }

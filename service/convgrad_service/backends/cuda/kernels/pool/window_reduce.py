@@ -69,8 +69,7 @@ class WindowReduce(Solver[WindowWork, WindowForm]):
         lanes, width = _lanes(form, along), form.width(work.dtype)
         line = form.one_line and work.dtype in SMALL
         args = window_args(form, width, form.y_size)
-        across = ceil_div(most_positions(form.windows[2]), along)
-        args.lanes_log = min(lanes.bit_length() - 1, (across - 1).bit_length())
+        args.lanes_log = _lanes_log(form, lanes, along)
         args.window_log = lanes.bit_length() - 1
         args.wide_indices = work.index_dtype is DType.INT64
         launch = Launch(
@@ -95,10 +94,24 @@ class WindowReduce(Solver[WindowWork, WindowForm]):
 
 
 def _lanes(form: WindowForm, width: int) -> int:
-    """Return the threads of a window: at least four positions, or eight vectors, for each."""
+    """Return the threads of a window: at least eight positions, or vectors of them, for each."""
     choices = LANES_LAST if form.last else LANES
-    each = 4 if form.last else 8 * width
+    each = 8 if form.last else 8 * width
     return max([lanes for lanes in choices if each * lanes <= form.most_window] or choices[:1])
+
+
+def _lanes_log(form: WindowForm, lanes: int, along: int) -> int:
+    """Return log2 of the lanes along the last axis with which a lane has the fewest vectors."""
+    rows, columns = (
+        most_positions(form.windows[1]),
+        ceil_div(most_positions(form.windows[2]), along),
+    )
+    most = min(lanes.bit_length() - 1, (columns - 1).bit_length())
+
+    def vectors(log: int) -> int:
+        return ceil_div(columns, 2**log) * ceil_div(rows, lanes >> log)
+
+    return min(range(most, -1, -1), key=vectors)
 
 
 def _along(form: WindowForm, dtype: DType) -> int:

@@ -1,20 +1,20 @@
-// Scatter of elements by indices, for windows of any kind, channels first: the gradient of max pooling
-// from the indices of the maxima, and max unpooling. Launched by window_scatter.py.
+// Scatter of elements by indices, for windows of any kind: the gradient of max pooling from the indices of
+// the maxima, and max unpooling. Launched by window_scatter.py.
 //
 // y[i] = sum of x[o] over the windows o that contain i and whose index is i; with MOVE, the last of
 // them, bit by bit; 0 if there are none. An index outside its window sets bad[MOVE] unless `bad` is
 // null.
-// A block clears the cells of a tile of y in shared memory, copies the box of x and indices
-// (window_box.cuh), lets one thread for each window add to the cell of its index, and stores the
-// cells. A position is in at most `phases` adjacent windows along each axis; windows whose numbers are
-// equal modulo `phases` are added between two barriers, so no two threads have the same cell.
-// With MOVE a cell is the number of the last window. SIMPLE: planes of one slice, and windows that slide
-// by whole positions.
-// Block: 256 threads. Dynamic shared memory: x, indices, cells, unless SIMPLE the ranges of
-// windows along axes 1 and 2. Deterministic, no atomics: the order
-// of additions follows from the windows' numbers. Memory-safe for any index. Index limits: planes, and
-// elements of a box, below 2^31; offsets in 64 bits.
-#include "pool/window_box.cuh"
+// A block has a cell in shared memory for each position of a tile of y, in whole planes or in adjacent
+// elements of `inner`. A position is in at most `phases` adjacent windows along each axis, so windows whose
+// numbers are equal modulo `phases` share no cell. A thread loads `rounds` windows of each phase, and adds
+// those that have their index in the tile to their cells, with a barrier after each phase.
+// With MOVE a cell is the number of the last window. SLICED: planes of several slices.
+// Block: at least as many threads as a round has windows, 128 to 256. Dynamic shared memory: the cells, the positions of
+// windows along each axis, and of each round how far its windows are from the first round's.
+// Deterministic, no atomics: the order of additions follows from the windows' numbers, however the tile is
+// chosen. Memory-safe for any index. Preconditions: if `inner` is 1, cells are in the order of y's elements.
+// Index limits: elements of an image of x and of y below 2^31; offsets in 64 bits.
+#include "pool/windows.cuh"
 
 using namespace convgrad;
 
@@ -23,148 +23,277 @@ namespace {
 using T = ELEMENT;
 using S = ElementAccumulator<T>;
 
-// The target of a window, and how it meets others; zero bits: nothing yet.
+struct ScatterArgs {
+  WindowArgs windows;
+  int tile[3];      // positions of y
+  int tiles[3];     // of a plane, along each axis
+  int planes;       // of a block
+  int channels;     // of `inner`, of a block
+  int chunks;       // of `inner`
+  int vectors;      // whether cells of 16 bytes of adjacent channels are stored at once
+  int phases[3];    // the most windows that contain a position
+  int grid[3];      // threads
+  int rounds;       // windows of a phase, of a thread
+  int round[3];     // the distance between these
+  int box[3];       // the most windows of a tile
+  int cells;        // bytes; the positions of windows follow
+  int steps_at;     // bytes, in shared memory
+  Divider by_tiles[3], by_chunks;
+  Divider by_channels, by_grid[3];  // of threads
+  Divider by_stores, by_tile[3];        // of cells
+  Divider by_y_size[3];
+};
+
+// What a cell receives, and how it meets others; zero bits: nothing yet.
 #if MOVE
 struct Cell {
-  int last;  // one more than the number of the window in the box
-  __device__ __forceinline__ void meet(const T*, int own) { last = max(last, own + 1); }
-  __device__ __forceinline__ T element(const T* x) const { return last ? x[last - 1] : T{}; }
+  int last;  // one more than the number of the window in the plane
+  __device__ __forceinline__ void meet(T, int number) { last = max(last, number + 1); }
 };
 #else
 struct Cell {
   S sum;
-  __device__ __forceinline__ void meet(const T* x, int own) { sum += widen(x[own]); }
-  __device__ __forceinline__ T element(const T*) const { return narrow<T>(sum); }
+  __device__ __forceinline__ void meet(T value, int) { sum += widen(value); }
 };
 #endif
 
-__device__ __forceinline__ int2 range_of(const BoxArgs& args, const Box& box, int axis, int o) {
-  const WindowRange& range = args.windows.counted[axis];
-  const int window = box.first[axis] + o;
-  return make_int2(window_start<SIMPLE>(range, window), window_stop<SIMPLE>(range, window));
-}
+constexpr int kChunk = 16 / sizeof(T);
+// Windows of a thread that are loaded before the first is added.
+constexpr int kBatch = 4;
+
+// Along an axis: the positions of the tile, [base, base + count) of y; its windows; the first phase's first window
+// among these.
+struct Side {
+  int base, count, first, extent, lead;
+};
 
 }  // namespace
 
-// More blocks hide more latency; compilers for other GPUs need more registers.
-#if __CUDA_ARCH__ == 900
-constexpr int kBlocks = sizeof(T) == 8 ? 5 : 6;
-#else
-constexpr int kBlocks = 4;
-#endif
+// Compilers for other GPUs need more registers.
+constexpr int kBlocks = sizeof(T) == 8 || __CUDA_ARCH__ != 900 ? 4 : 5;
 
-extern "C" __global__ void __launch_bounds__(kBoxThreads, kBlocks)
-    window_scatter(const __grid_constant__ BoxArgs args) {
+extern "C" __global__ void __launch_bounds__(256, kBlocks)
+    window_scatter(const __grid_constant__ ScatterArgs args) {
   extern __shared__ __align__(16) unsigned char shared[];
+  __shared__ Side sides[3];
   const WindowArgs& windows = args.windows;
-  const Box box(args);
-  const T* const x = box.load<T>(args, windows.x, shared);
-  const INDEX* const indices = box.load<INDEX>(args, windows.indices, shared + args.indices_at);
-  const int thread = static_cast<int>(threadIdx.x);
-  for (int at = args.y_at + thread * 16; at < args.ranges_at; at += kBoxThreads * 16) {
+  const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
+  const int(&size)[3] = windows.y_size;
+  int tile = divide(static_cast<int>(blockIdx.x), args.by_chunks);
+  const int lead_channel = (static_cast<int>(blockIdx.x) - tile * args.chunks) * args.channels;
+  int tiles[3];
+#pragma unroll
+  for (int axis = 2; axis >= 0; --axis) {
+    const int outer = divide(tile, args.by_tiles[axis]);
+    tiles[axis] = tile - outer * args.tiles[axis];
+    tile = outer;
+  }
+  const int plane = tile * args.planes, planes = min(args.planes, windows.batch - plane);
+  const int channels = min(args.channels, windows.inner - lead_channel);
+  if (thread % 32 == 0 && thread < 96) {
+    const int axis = thread / 32;
+    Side side;
+    side.base = tiles[axis] * args.tile[axis];
+    side.count = min(args.tile[axis], size[axis] - side.base);
+    side.first = window_start(windows.window[axis], side.base);
+    side.extent = window_stop(windows.window[axis], side.base + side.count - 1) - side.first;
+    const int n = args.phases[axis];
+    side.lead = side.first == 0 ? 0 : n - 1 - (side.first + n - 1) % n;
+    sides[axis] = side;
+  }
+  for (int at = thread * 16; at < args.cells; at += threads * 16) {
     *reinterpret_cast<uint4*>(shared + at) = {};
   }
-  constexpr int kChunk = 16 / sizeof(T);
-  Cell* const cells = reinterpret_cast<Cell*>(shared + args.y_at) +
-                      static_cast<int>(box.y_begin(windows) % kChunk);
-  // Of lines, and of columns unless they are many.
-  [[maybe_unused]] int2* const ranges = reinterpret_cast<int2*>(shared + args.ranges_at);
-  for (int i = thread; i < args.ranges; i += kBoxThreads) {
-    const int column = i - args.box[1];
-    ranges[i] = column < 0 ? range_of(args, box, 1, i) : range_of(args, box, 2, column);
+  // A thread's window of a phase, if that is the first window of the tile.
+  int own[3], own_plane = divide(thread, args.by_channels);
+  const int channel = thread - own_plane * args.channels;
+#pragma unroll
+  for (int axis = 2; axis >= 0; --axis) {
+    const int outer = divide(own_plane, args.by_grid[axis]);
+    own[axis] = (own_plane - outer * args.grid[axis]) * args.phases[axis];
+    own_plane = outer;
   }
-  const auto lines_of = [&](int at1) { return SIMPLE ? range_of(args, box, 1, at1) : ranges[at1]; };
-  const auto columns_of = [&](int at2) {
-    if (SIMPLE || args.ranges <= args.box[1]) return range_of(args, box, 2, at2);
-    return ranges[args.box[1] + at2];
-  };
-  cp_async_wait<0>();
   __syncthreads();
 
-  const int size1 = windows.y_size[1], size2 = windows.y_size[2];
-  const int plane_size = windows.y_size[0] * size1 * size2;
-  // The positions of a plane in the tile; unless `by_lines`, they are adjacent.
-  const int tile_first = (box.base[0] * size1 + box.base[1]) * size2;
-  const int tile_size = args.whole ? plane_size : box.count[1] * size2;
-  // Adds a window to the cell of its index; false if that is not in the window.
-  const auto add = [&](int plane, int own, int2 range0, int2 range1, int2 range2) {
-    const INDEX index = indices[own];
-    if (sizeof(INDEX) > 4 && static_cast<i64>(index) >> 32 != 0) return false;
-    // From the first position of the window; all of its lines are in one slice if SIMPLE.
-    const int position = static_cast<int>(index);
-    const int from_first = position - (range0.x * size1 + range1.x) * size2 - range2.x;
-    int i1 = divide(from_first, args.by_y_size[2]);
-    const int i2 = from_first - i1 * size2;
-    int i0 = 0;
-    if constexpr (!SIMPLE) {
-      i0 = divide(i1, args.by_y_size[1]);
-      i1 -= i0 * size1;
-    }
-    const auto below = [](int i, int2 range) {
-      return static_cast<u32>(i) < static_cast<u32>(range.y - range.x);
-    };
-    if (!below(i0, range0) || !below(i1, range1) || !below(i2, range2)) return false;
-    int cell = position - tile_first;
-    bool mine = static_cast<u32>(cell) < static_cast<u32>(tile_size);
-    cell += plane * plane_size;
-    if (args.by_lines) {
-      const int y1 = range1.x + i1 - box.base[1], y2 = range2.x + i2 - box.base[2];
-      mine = range0.x + i0 == box.base[0] && y1 >= 0 && y1 < box.count[1] && y2 >= 0 && y2 < box.count[2];
-      cell = y1 * args.y_pitch + y2;
-    }
-    if (mine) cells[cell].meet(x, own);  // else another block's
-    return true;
-  };
-  const int phases = args.phases[0] * args.phases[1] * args.phases[2];
-  int lead[3];  // of windows with number 0 modulo `phases`
+  // The windows' first positions, which may be outside of y, and lengths, axis by axis.
+  int2* const ranges = reinterpret_cast<int2*>(shared + args.cells);
+  int4* const step_at = reinterpret_cast<int4*>(shared + args.steps_at);
+  int ranges_at[3] = {args.box[2] + args.box[1], args.box[2], 0};
 #pragma unroll
-  for (int axis = 0; axis < 3; ++axis) {
-    const int n = args.phases[axis];
-    lead[axis] = box.first[axis] == 0 ? 0 : n - 1 - (box.first[axis] + n - 1) % n;
+  for (int axis = 2; axis >= 0; --axis) {
+    if (axis == 0 && !SLICED) continue;
+#pragma unroll 1
+    for (int i = thread; i < sides[axis].extent; i += threads) {
+      const WindowRange& range = windows.counted[axis];
+      const int low = window_bound(range, sides[axis].first + i, range.first);
+      const int high = window_bound(range, sides[axis].first + i, range.last);
+      ranges[ranges_at[axis] + i] = make_int2(low, high - low);
+    }
   }
-  // A phase's lines, of which a thread has every `together`-th, and there its column or every 256th.
-  const int columns = args.in_phase[2], own_line = divide(thread, args.by_phase[2]);
-  const int together = max(1, divide(kBoxThreads, args.by_phase[2]));
-  const int lines = own_line < together ? box.planes * args.in_phase[0] * args.in_phase[1] : 0;
-  bool good = true;
-  int phase[3] = {0, 0, 0};
+  // A thread's windows: of each phase, `rounds` of them.
+  const int steps = args.phases[0] * args.phases[1] * args.phases[2] * args.rounds;
 #pragma unroll 1
-  for (int p = 0; p < phases; ++p) {
-    int first[3];
-#pragma unroll
-    for (int axis = 0; axis < 3; ++axis) {
-      first[axis] = lead[axis] + phase[axis];
-      if (first[axis] >= args.phases[axis]) first[axis] -= args.phases[axis];
-    }
-    const auto add_line = [&](int line, int at2, int2 range2) {
-      const int slice = divide(line, args.by_phase[1]);
-      const int at1 = first[1] + (line - slice * args.in_phase[1]) * args.phases[1];
-      const int plane = SIMPLE ? slice : divide(slice, args.by_phase[0]);
-      const int at0 = SIMPLE ? 0 : first[0] + (slice - plane * args.in_phase[0]) * args.phases[0];
-      if (at1 >= box.extent[1] || (!SIMPLE && at0 >= box.extent[0])) return;
-      const int2 range0 = SIMPLE ? make_int2(0, 1) : range_of(args, box, 0, at0), range1 = lines_of(at1);
-      const int own = plane * args.pitch[0] + (SIMPLE ? 0 : at0 * args.pitch[1]) + at1 * args.pitch[2];
-      if (columns <= kBoxThreads) {
-        good &= add(plane, own + at2, range0, range1, range2);
-        return;
-      }
-      for (; at2 < box.extent[2]; at2 += kBoxThreads * args.phases[2]) {
-        good &= add(plane, own + at2, range0, range1, columns_of(at2));
-      }
-    };
-    const int at2 = first[2] + (thread - own_line * columns) * args.phases[2];
-    if (at2 < box.extent[2]) {
-      const int2 range2 = columns_of(at2);
-#pragma unroll 1
-      for (int line = own_line; line < lines; line += together) add_line(line, at2, range2);
-    }
-    __syncthreads();
+  for (int step = thread; step < steps; step += threads) {
+    int at[3], outer = step / args.rounds;
+    const int round = step - outer * args.rounds;
 #pragma unroll
     for (int axis = 2; axis >= 0; --axis) {
-      if (++phase[axis] < args.phases[axis]) break;
-      phase[axis] = 0;
+      const int n = args.phases[axis], above = outer / n;
+      at[axis] = outer - above * n + sides[axis].lead;
+      if (at[axis] >= n) at[axis] -= n;
+      at[axis] += round * args.round[axis];
+      outer = above;
+    }
+    const int number = (at[0] * windows.x_size[1] + at[1]) * windows.x_size[2] + at[2];
+    step_at[step] = make_int4(at[0], at[1], at[2], number * windows.inner);
+  }
+  int extent[3];
+#pragma unroll
+  for (int axis = 0; axis < 3; ++axis) extent[axis] = sides[axis].extent - own[axis];
+  if (own_plane >= planes || channel >= channels) extent[2] = 0;  // no window
+  const i64 x_plane = static_cast<i64>(windows.x_plane) * windows.inner;
+  const int own_number = ((sides[0].first + own[0]) * windows.x_size[1] + sides[1].first + own[1]) * windows.x_size[2] +
+                         sides[2].first + own[2];
+  const i64 own_element = (plane + own_plane) * x_plane + static_cast<i64>(own_number) * windows.inner +
+                          lead_channel + channel;
+  const INDEX* const indices = static_cast<const INDEX*>(windows.indices) + own_element;
+  const T* const x = static_cast<const T*>(windows.x) + own_element;
+#pragma unroll
+  for (int axis = 0; axis < 3; ++axis) ranges_at[axis] += own[axis];
+  // What an index in the plane of y is in the tile; if they are not adjacent, once it is decoded.
+  const int bases[3] = {sides[0].base, sides[1].base, sides[2].base};
+  const int counts[3] = {sides[0].count, sides[1].count, sides[2].count};
+  // The first position of the tile in y, of the first plane.
+  const int position = (bases[0] * size[1] + bases[1]) * size[2] + bases[2];
+  const i64 y_plane = static_cast<i64>(size[0]) * size[1] * size[2];
+  const i64 begin = (plane * y_plane + position) * windows.inner + lead_channel;
+  // If `inner` is 1, cells have the misalignment of y's elements.
+  const int head = windows.inner == 1 ? static_cast<int>(begin % kChunk) : 0;
+  Cell* const cells = reinterpret_cast<Cell*>(shared) + head;
+  __syncthreads();
+
+  const auto has = [&](const int4& at) {
+    return (at.z < extent[2]) & (at.y < extent[1]) & (!SLICED || at.x < extent[0]);
+  };
+  const u32 y_positions = static_cast<u32>(y_plane);
+  bool good = true;
+  int rounds = args.rounds;  // left of a phase
+#pragma unroll 1
+  for (int first = 0; first < steps; first += kBatch) {
+    INDEX found[kBatch];
+    T values[kBatch];
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) {
+      if (first + b >= steps) break;
+      const int4 at = step_at[first + b];
+      if (!has(at)) continue;
+      found[b] = indices[at.w];
+      if (!MOVE) values[b] = x[at.w];
+    }
+    int targets[kBatch];  // cells
+    [[maybe_unused]] int numbers[kBatch];
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) {
+      targets[b] = -1;
+      if (first + b >= steps) break;
+      const int4 at = step_at[first + b];
+      if (!has(at)) continue;
+      if (MOVE) numbers[b] = own_number + at.w / windows.inner;
+      const int index = static_cast<int>(found[b]);
+      int line = divide(index, args.by_y_size[2]);
+      const int column = index - line * size[2];
+      const int2 lines = ranges[ranges_at[1] + at.y], columns = ranges[ranges_at[2] + at.z];
+      bool inside = static_cast<u32>(index) < y_positions, here = true;
+      if (sizeof(INDEX) > 4) inside &= static_cast<i64>(found[b]) >> 32 == 0;
+      int cell = own_plane;
+      if (SLICED) {
+        const int slice = divide(line, args.by_y_size[1]);
+        const int2 slices = ranges[ranges_at[0] + at.x];
+        line -= slice * size[1];
+        inside &= static_cast<u32>(slice - slices.x) < static_cast<u32>(slices.y);
+        here = static_cast<u32>(slice - bases[0]) < static_cast<u32>(counts[0]);
+        cell = cell * args.tile[0] + slice - bases[0];
+      }
+      inside &= static_cast<u32>(line - lines.x) < static_cast<u32>(lines.y);
+      inside &= static_cast<u32>(column - columns.x) < static_cast<u32>(columns.y);
+      here &= static_cast<u32>(line - bases[1]) < static_cast<u32>(counts[1]);
+      here &= static_cast<u32>(column - bases[2]) < static_cast<u32>(counts[2]);
+      cell = (cell * args.tile[1] + line - bases[1]) * args.tile[2] + column - bases[2];
+      good &= inside;
+      if (inside && here) targets[b] = cell * args.channels + channel;
+    }
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) {
+      if (first + b >= steps) break;
+      if (targets[b] >= 0) cells[targets[b]].meet(values[b], numbers[b]);
+      if (--rounds > 0) continue;
+      rounds = args.rounds;
+      __syncthreads();
     }
   }
   if (!good && windows.bad != nullptr) windows.bad[MOVE] = 1;  // all writers write the same value
-  box.store<T>(args, windows.y, cells, [&](const Cell& cell) { return cell.element(x); });
+
+  // The element of a cell in the n-th plane.
+  const auto element = [&](Cell cell, [[maybe_unused]] int n, [[maybe_unused]] int own_channel) {
+#if MOVE
+    if (cell.last == 0) return T{};
+    const i64 from = (plane + n) * x_plane + static_cast<i64>(cell.last - 1) * windows.inner;
+    return static_cast<const T*>(windows.x)[from + lead_channel + own_channel];
+#else
+    return narrow<T>(cell.sum);
+#endif
+  };
+  constexpr int kCells = 16 / sizeof(Cell);
+  T* const y = static_cast<T*>(windows.y) + begin;
+  if (windows.inner == 1) {
+    // One run of elements.
+    const int own_cells = args.tile[0] * args.tile[1] * args.tile[2];
+    const int length = planes == 1 ? counts[0] * counts[1] * counts[2] : planes * own_cells;
+    const auto plane_of = [&](int at) { return MOVE && planes > 1 ? at / own_cells : 0; };
+    for (int at = thread * kChunk - head; at < length; at += threads * kChunk) {
+      if (at < 0 || at + kChunk > length) {
+        for (int e = max(at, 0); e < min(at + kChunk, length); ++e) y[e] = element(cells[e], plane_of(e), 0);
+        continue;
+      }
+      Vector<T, kChunk> values;
+#pragma unroll
+      for (int e = 0; e < kChunk; e += kCells) {
+        const auto part = Vector<Cell, kCells>::load(cells + at + e);
+#pragma unroll
+        for (int i = 0; i < kCells; ++i) values.at[e + i] = element(part.at[i], plane_of(at + e + i), 0);
+      }
+      values.store(y + at);
+    }
+    return;
+  }
+  const int width = args.vectors ? kChunk : 1, a_cell = args.channels / width;
+  const int items = planes * args.tile[0] * args.tile[1] * args.tile[2] * a_cell;
+  for (int item = thread; item < items; item += threads) {
+    int outer = divide(item, args.by_stores);
+    const int from = (item - outer * a_cell) * width;
+    const Cell* const own_cells = cells + outer * args.channels + from;
+    int to[3];
+    bool there = from < channels;
+#pragma unroll
+    for (int axis = 2; axis >= 0; --axis) {
+      const int above = divide(outer, args.by_tile[axis]);
+      to[axis] = outer - above * args.tile[axis];
+      there &= to[axis] < counts[axis];
+      outer = above;
+    }
+    if (!there) continue;
+    T* const target = y + (outer * y_plane + (to[0] * size[1] + to[1]) * size[2] + to[2]) * windows.inner + from;
+    if (!args.vectors) {
+      *target = element(*own_cells, outer, from);
+      continue;
+    }
+    Vector<T, kChunk> values;
+#pragma unroll
+    for (int e = 0; e < kChunk; e += kCells) {
+      const auto part = Vector<Cell, kCells>::load(own_cells + e);
+#pragma unroll
+      for (int i = 0; i < kCells; ++i) values.at[e + i] = element(part.at[i], outer, from + e + i);
+    }
+    values.store(target);
+  }
 }

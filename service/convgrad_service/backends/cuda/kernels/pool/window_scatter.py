@@ -1,57 +1,259 @@
-"""The gradient of max pooling from indices, and max unpooling, channels first."""
+"""The gradient of max pooling from indices, and max unpooling."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple
 
 from convgrad.dtypes import FLOATING, INDEX, DType
 from convgrad_service.backends.cuda.arguments import pack
-from convgrad_service.backends.cuda.kernels.pool.window_box import BOX_BLOCK, Tile, tiled
-from convgrad_service.backends.cuda.kernels.pool.window_form import MOVED, FromIndices, WindowForm
-from convgrad_service.plans.cuda.device import CudaDevice
-from convgrad_service.plans.cuda.program import Instance, Launch
+from convgrad_service.backends.cuda.kernels.core.elements import MAX_BLOCKS
+from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES
+from convgrad_service.backends.cuda.kernels.pool.window_form import (
+    LARGEST,
+    MOVED,
+    FromIndices,
+    WindowForm,
+    covered,
+    divider_of,
+    most_positions,
+    window_args,
+)
+from convgrad_service.backends.cuda.structures import structure
+from convgrad_service.plans.cuda.device import RESERVED_BYTES, CudaDevice
+from convgrad_service.plans.cuda.program import Instance, Launch, ceil_div
 from convgrad_service.plans.cuda.works import WindowWork
 
 __all__ = ["WindowScatter"]
 
+# Threads of a block, adjacent elements of `inner`, and bytes of its cells.
+LEAST_THREADS, MOST_THREADS, WARP = 128, 256, 32
+CHANNELS = 16
+MOST_BYTES = 48 * 1024
+RANGE_BYTES, STEP_BYTES = 8, 16
+# Channels last, positions in fewer windows are left to others, and so are signals.
+LEAST_PHASES = 4
+# Windows of a phase of a thread that are tried, and the most of all phases.
+ROUNDS, MOST_STEPS = (1, 2, 4, 8), 32
+# What a block and a cell cost, in windows, and threads that keep a multiprocessor busy. The chosen
+# tile takes 1.03 of the time of the best measured one, on 65 layers.
+A_BLOCK, CELLS_A_WINDOW, BUSY_THREADS = 256, 4, 1100
+# Threads that a multiprocessor can have.
+RESIDENT = 1280
+# Parts of an axis that are tried: of the largest tiles, as many as are FITTING along the last axis.
+PARTS = sorted({*range(1, 9), *(5 * 2**n // 4 for n in range(3, 31)), *(2**n for n in range(31))})
+FITTING = 3
+# Smaller tiles are tried only if no other fits.
+FEW_THREADS = 64
 
-class WindowScatter(FromIndices[tuple[WindowForm, Tile]]):
-    """The gradient of max pooling from indices, channels first, through shared memory."""
+
+ScatterArgs: Any = structure("pool/window_scatter.cu", "ScatterArgs", anonymous=("windows",))
+
+
+class Side(NamedTuple):
+    """Of a tile along an axis: positions of y, windows, threads, a thread's windows of a phase,
+    and the tiles of a plane."""
+
+    size: int
+    box: int
+    grid: int
+    rounds: int
+    tiles: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """What a block computes, in ``planes`` planes and ``channels`` adjacent elements of ``inner``.
+
+    ``phases`` are the most windows that contain a position, along each axis.
+    """
+
+    form: WindowForm
+    phases: tuple[int, ...]
+    sides: tuple[Side, Side, Side]
+    planes: int
+    channels: int
+
+    @property
+    def threads(self) -> int:
+        d, h, w = self.sides
+        return self.planes * self.channels * d.grid * h.grid * w.grid
+
+    @property
+    def steps(self) -> int:
+        """A thread's windows."""
+        return prod(self.phases) * prod(side.rounds for side in self.sides)
+
+    @property
+    def chunks(self) -> int:
+        return ceil_div(self.form.inner, self.channels)
+
+    @property
+    def blocks(self) -> int:
+        d, h, w = self.sides
+        planes = ceil_div(self.form.batch, self.planes)
+        return planes * self.chunks * d.tiles * h.tiles * w.tiles
+
+    def places(self, dtype: DType) -> tuple[int, int, int]:
+        """Return the bytes of the cells and of their misalignment, where steps are, and all."""
+        d, h, w = self.sides
+        cell = max(4, dtype.itemsize)
+        cells = self.planes * self.channels * d.size * h.size * w.size * cell
+        ranges = ceil_div(cells, CHUNK_BYTES) * CHUNK_BYTES + 8 * cell
+        boxes = RANGE_BYTES * (d.box + h.box + w.box)
+        steps = ranges + ceil_div(boxes, CHUNK_BYTES) * CHUNK_BYTES
+        return ranges, steps, steps + STEP_BYTES * self.steps
+
+    def fits(self, dtype: DType, most: int) -> bool:
+        return self.threads <= MOST_THREADS and self.places(dtype)[-1] <= most
+
+    def cost(self, dtype: DType, device: CudaDevice) -> float:
+        """Return the windows of a multiprocessor, as if it were busy."""
+        cells, _, end = self.places(dtype)
+        threads = ceil_div(self.threads, WARP) * WARP
+        fit = device.shared_bytes_per_multiprocessor // (end + RESERVED_BYTES)
+        resident = self.threads * max(1, min(fit, RESIDENT // max(LEAST_THREADS, threads)))
+        each = threads * self.steps + A_BLOCK + cells // max(4, dtype.itemsize) // CELLS_A_WINDOW
+        blocks = ceil_div(self.blocks, device.multiprocessors)
+        return blocks * each * max(1.0, BUSY_THREADS / resident)
+
+
+class WindowScatter(FromIndices[Tile]):
+    """The gradient of max pooling from indices, through cells in shared memory."""
 
     name = "window_scatter"
 
-    def solve(self, work: WindowWork, device: CudaDevice) -> tuple[WindowForm, Tile] | str:
+    def solve(self, work: WindowWork, device: CudaDevice) -> Tile | str:
         if work.kind != "routes":
             return "no gradient of maxima"
         if work.x_dtype not in (None, work.dtype):
             return "sums of another type"
         form = WindowForm.of(work)
-        tile = tiled(work, form, device)
-        return tile if isinstance(tile, str) else (form, tile)
+        if form.dilated:
+            return "dilated"
+        if prod(form.x_size) * form.inner >= LARGEST:
+            return "an image of windows of more than 31 bits"
+        if form.last and few_windows(form) and not self._moves:
+            return (
+                f"channels last, with positions in fewer than {LEAST_PHASES} windows, or a signal"
+            )
+        for most in (MOST_BYTES, device.shared_bytes_per_block - RESERVED_BYTES):
+            fitting = [
+                tile for rounds in ROUNDS for tile in _fitting(form, work.dtype, most, rounds)
+            ]
+            costs = [tile.cost(work.dtype, device) for tile in fitting]
+            tile = fitting[costs.index(min(costs))] if fitting else None
+            if tile is not None:
+                break
+        else:
+            return "windows of too many positions"
+        if tile.blocks > MAX_BLOCKS:
+            return "more blocks than a grid can have"
+        return form.why_not() or tile
 
-    def launch(
-        self, work: WindowWork, device: CudaDevice, config: tuple[WindowForm, Tile], bad: str | None
-    ) -> Launch:
-        form, tile = config
+    def launch(self, work: WindowWork, device: CudaDevice, config: Tile, bad: str | None) -> Launch:
+        tile, form, args = config, config.form, ScatterArgs()
+        args.windows = window_args(form, 1, form.y_size)
+        chunk = CHUNK_BYTES // work.dtype.itemsize
+        args.vectors = form.inner % chunk == 0 and tile.channels % chunk == 0
+        args.planes, args.channels, args.chunks = tile.planes, tile.channels, tile.chunks
+        args.phases[:], args.rounds = tile.phases, prod(side.rounds for side in tile.sides)
+        for axis, (side, phases) in enumerate(zip(tile.sides, tile.phases, strict=True)):
+            args.tile[axis], args.box[axis], args.grid[axis] = side.size, side.box, side.grid
+            args.round[axis] = phases * side.grid if side.rounds > 1 else 0
+            args.tiles[axis], args.by_tiles[axis] = side.tiles, divider_of(side.tiles)
+            args.by_tile[axis], args.by_grid[axis] = divider_of(side.size), divider_of(side.grid)
+            args.by_y_size[axis] = divider_of(form.y_size[axis])
+        args.cells, args.steps_at, room = tile.places(work.dtype)
+        args.by_chunks, args.by_channels = divider_of(tile.chunks), divider_of(tile.channels)
+        args.by_stores = divider_of(tile.channels // (chunk if args.vectors else 1))
+        threads = max(LEAST_THREADS, ceil_div(tile.threads, WARP) * WARP)
         return Launch(
-            _instance(work.dtype, work.index_dtype, form.is_simple(form.counted), self._moves),
-            (tile.blocks(form), 1, 1),
-            (BOX_BLOCK, 1, 1),
-            pack(tile.arguments(work, form), x=work.x, y=work.y, indices=work.indices, bad=bad),
-            tile.places(work, form).end,
+            _instance(work.dtype, work.index_dtype, form.y_size[0] > 1, self._moves),
+            (tile.blocks, 1, 1),
+            (threads, 1, 1),
+            pack(args, x=work.x, y=work.y, indices=work.indices, bad=bad),
+            room,
         )
 
     def instances(self) -> Iterable[Instance]:
+        dtypes = MOVED.values() if self._moves else FLOATING
         return [
-            _instance(dtype, index, simple, self._moves)
-            for dtype in (MOVED.values() if self._moves else FLOATING)
+            _instance(dtype, index, sliced, self._moves)
+            for dtype in dtypes
             for index in INDEX
-            for simple in (True, False)
+            for sliced in (False, True)
         ]
 
 
-def _instance(dtype: DType, index: DType, simple: bool, moves: bool) -> Instance:
+def few_windows(form: WindowForm) -> bool:
+    """Whether another kernel is faster, channels last."""
+    return form.one_line or prod(_phases(form)) < LEAST_PHASES
+
+
+def _phases(form: WindowForm) -> tuple[int, ...]:
+    return tuple(min(most_positions(axis), axis.input) for axis in form.windows)
+
+
+def _fitting(form: WindowForm, dtype: DType, most: int, wanted: int) -> Iterator[Tile]:
+    """The tiles of at most ``most`` bytes: of whole planes, and of parts of one.
+
+    A thread has ``wanted`` windows of a phase, if there are as many along an axis. With ``inner``
+    of 1 parts are adjacent elements.
+    """
+    parts = ceil_div(form.inner, CHANNELS)
+    channels = ceil_div(form.inner, parts)
+    if parts > 1:
+        channels = ceil_div(channels, 8) * 8
+    phases = _phases(form)
+    if wanted > 1 and wanted * prod(phases) > MOST_STEPS:
+        return
+    several = 1 if form.y_size[1] > 1 else 2
+    sides: list[list[Side]] = []
+    for index, axis in enumerate(form.windows):
+        own = wanted if index == several else 1
+        sides.append([])
+        for size in dict.fromkeys(ceil_div(axis.output, n) for n in PARTS if n <= axis.output):
+            box = covered(axis, size)
+            grid = ceil_div(box, phases[index] * own)
+            rounds = ceil_div(box, phases[index] * grid)
+            sides[-1].append(Side(size, box, grid, rounds, ceil_div(axis.output, size)))
+    whole, planes = (sides[0][0], sides[1][0], sides[2][0]), 1
+    while planes <= form.batch:
+        tile = Tile(form, phases, whole, planes, channels)
+        if not tile.fits(dtype, most):
+            break
+        yield tile
+        planes += max(1, planes // 8)
+    room = most // (channels * max(4, dtype.itemsize))  # cells of a channel
+    fits = False
+    for d in sides[0]:
+        for h in sides[1]:
+            # Adjacent elements are parts of a line, lines of a slice, or slices.
+            if form.inner == 1 and d.size > 1 and h.tiles > 1:
+                break
+            if d.size * h.size > room:
+                continue
+            if fits and channels * d.grid * h.grid * sides[2][0].grid < FEW_THREADS:
+                break
+            found = 0
+            for w in sides[2]:
+                if form.inner == 1 and d.size * h.size > 1 and w.tiles > 1:
+                    break
+                tile = Tile(form, phases, (d, h, w), 1, channels)
+                if not tile.fits(dtype, most):
+                    continue
+                yield tile
+                fits = True
+                found += 1
+                if found == FITTING:
+                    break
+
+
+def _instance(dtype: DType, index: DType, sliced: bool, moves: bool) -> Instance:
     element = MOVED[dtype.itemsize] if moves else dtype
     return Instance.of(
-        "pool/window_scatter.cu", ELEMENT=element, INDEX=index, SIMPLE=simple, MOVE=moves
+        "pool/window_scatter.cu", ELEMENT=element, INDEX=index, SLICED=sliced, MOVE=moves
     )

@@ -43,7 +43,7 @@ ANY, ANY_SHARED = 1, 4
 RUNS = (16, 8, 4)
 LINE_BYTES, MOST_LANES = 256, 32
 # Threads that keep a multiprocessor busy.
-ENOUGH_THREADS = 1024
+ENOUGH_THREADS = 640
 
 
 @dataclass(frozen=True, slots=True)
