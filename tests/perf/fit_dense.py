@@ -154,9 +154,11 @@ class Lines:
     def way_of(self, family: str, name: str) -> str:
         """The configuration that this one is a way to run; empty if it is none."""
         config = Config.named(name.removesuffix(SWAPPED)) if family == "pointwise_gemm" else None
-        if config is None or config.multicast == 1:
+        if config is None:
             return ""
-        other = replace(config, multicast=1)
+        other = replace(config, multicast=1, alternate=False)
+        if other == config:
+            return ""
         return f"{other}{SWAPPED if name.endswith(SWAPPED) else ''}"
 
     def of_way(self, name: str, s: float) -> NDArray[np.float64] | None:

@@ -34,7 +34,7 @@ from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.planner import plan_for
 from convgrad_service.plans.cuda.program import CudaPlan
 from convgrad_service.plans.cuda.works import ConvWork
-from tests.perf.bench_gpu import TOLERANCE, Bench, outputs_of
+from tests.perf.bench_gpu import TOLERANCE, Bench, outputs_of, settle
 from tests.perf.fit_dense import BUFFERS
 from tests.perf.gpu_layers import cases_of
 from tests.perf.layer_problems import problem_of
@@ -148,6 +148,7 @@ class Clock:
         with torch.cuda.stream(side):
             run()
         torch.cuda.current_stream().wait_stream(side)
+        settle()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=side):
             run()

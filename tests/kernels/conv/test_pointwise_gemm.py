@@ -69,6 +69,17 @@ SHARED = (
     (WEIGHT[0], Config(64, 80, multicast=3, parts=3), False),
 )
 
+# Warpgroups that take tiles in turn: several each, fewer and more k-tiles than stages.
+LONG = conv_bwd_data("long", Conv(4, 72, 72, (59, 61), (1, 1)))
+DEEP = conv_bwd_data("deep", Conv(4, 72, 1032, (19, 21), (1, 1)))
+ALTERNATE = (
+    (LONG, Config(64, 80, alternate=True), False),
+    (LONG, Config(128, 64, multicast=2, alternate=True), False),
+    (DEEP, Config(128, 128, alternate=True), False),
+    (DEEP, Config(64, 64, alternate=True), True),
+    (FWD[0], Config(128, 64, alternate=True), False),
+)
+
 # Several images, with partial tiles of pixels and channels; fwd has a bias. Last, more row tiles
 # than blocks.
 IMAGES = Conv(3, 72, 136, (9, 16), (1, 1))
@@ -105,7 +116,7 @@ def test_transposed(seed: int, case: Case, config: Config) -> None:
         check(found, wanted, gate, f"seed {seed}, {case.id} {config}")
 
 
-@pytest.mark.parametrize(("case", "config", "swapped"), SHARED, ids=name_of)
+@pytest.mark.parametrize(("case", "config", "swapped"), SHARED + ALTERNATE, ids=name_of)
 def test_shared(seed: int, case: Case, config: Config, swapped: bool) -> None:
     tensors, wanted = drawn(seed, case, "bfloat16", "exact")
     found = answers(

@@ -12,9 +12,12 @@
 // producer initialises the pipeline's mbarriers and issues its first load before the block synchronises.
 // REDUCE 0: persistent over M: grid (row tiles or fewer, column tiles). A block keeps its column tile and
 //   takes row tiles blockIdx.x, + gridDim.x, ...; with RESIDENT all of B is loaded once. Each warp stores
-//   16 rows at a time by TMA through one of BUFFERS staging buffers, which overlaps the next mainloop. With
-//   TRANSPOSED, rows and columns change places: a block keeps its row tile. With TRANSPOSED or PLANES, each
-//   warpgroup stores 64 rows, which are contiguous in the result, of all columns.
+//   16 rows of STORED columns at a time by TMA through one of BUFFERS staging buffers, which overlaps the next
+//   mainloop. With TRANSPOSED, rows and columns change places: a block keeps its row tile. With TRANSPOSED or
+//   PLANES, each warpgroup stores 64 rows, which are contiguous in the result.
+// PINGPONG (REDUCE 0): the block's two warpgroups take its tiles in turn, BM rows each, so that one's epilogue
+//   overlaps the other's mainloop. A mainloop starts once the other's wgmmas are issued: otherwise a warpgroup could
+//   take an earlier k-tile's arrival for that of its own, as mbarriers tell two phases apart. Same sums as without.
 // REDUCE 1: split-K: grid (cluster x parts, column tiles, row tiles). One tile per cluster, whose blocks
 //   reduce through distributed shared memory (SplitKReduce); with parts > 1 clusters leave partial sums in
 //   a workspace, and the last one to arrive reduces them. Any epilogue, strides and result type.
@@ -45,10 +48,11 @@ __device__ __forceinline__ void clear(Accumulators& accum) {
   }
 }
 
-// The mainloop of one tile: this warpgroup's accumulators over `steps` k-tiles.
+// The mainloop of one tile: this warpgroup's accumulators over `steps` k-tiles. With PINGPONG, the other one's may
+// start when the last wgmmas are issued.
 __device__ __forceinline__ void mainloop(const SharedLayout& smem, PipelineState& state,
-                                               int steps, Accumulators& accum) {
-  const int first_row = CONSUMERS == 1 ? 0 : static_cast<int>(threadIdx.x / 128) * kWarpgroupRows;
+                                               int steps, Accumulators& accum, u32 next_order_barrier = 0) {
+  const int first_row = CONSUMERS == 1 ? 0 : static_cast<int>(threadIdx.x / 128) * kNextRows;
   const int lane = threadIdx.x & 31, sharers = kMulticast ? smem.sharing : 1;
   int previous = -1;  // the stage that wgmmas in flight read
 #pragma unroll 1
@@ -66,6 +70,7 @@ __device__ __forceinline__ void mainloop(const SharedLayout& smem, PipelineState
       }
     }
     wgmma_commit();
+    if (kPingPong && step == steps - 1 && lane == 0) mbarrier_arrive(next_order_barrier);
     wgmma_wait<1>();
     if (previous >= 0 && lane < sharers) smem.release(previous, lane);
     previous = state.index;
@@ -91,31 +96,30 @@ __device__ __forceinline__ void consume_row_tiles(const PointwiseGemmArgs& args,
     fence_proxy_async();
     named_barrier_sync(1, kConsumers);
   }
+  constexpr int kTurns = kPingPong ? CONSUMERS : 1;
+  const int turn = kPingPong ? warp / 4 : 0;
+  u32 order_parity = turn ^ 1;
+  if (turn > 0) state.skip(work.steps, smem.stages);
 #pragma unroll 1
-  for (int tile = work.row; tile < work.row_end(args); tile += work.row_step) {
+  for (int tile = work.row + turn * work.row_step; tile < work.row_end(args); tile += kTurns * work.row_step) {
     Accumulators accum;
-    mainloop(smem, state, work.steps, accum);
-    if constexpr (kTransposed) {
-      if (threadIdx.x % 128 == 0) tma_store_wait_read<(BUFFERS - 1) * kMmasM>();
-      named_barrier_sync(1 + warp / 4, 128);
-#pragma unroll
-      for (int part = 0; part < kMmasM; ++part) {
-        store_columns(args, staging + (buffer * kMmasM + part) * kStagingBytes,
-                      work.column + warp / 4 * kWarpgroupRows + part * 64, tile * BN, 0, accum[part], 0);
-      }
-      if (++buffer == BUFFERS) buffer = 0;
-      continue;
+    if constexpr (kPingPong) {
+      mbarrier_wait(smem.order_barrier(turn), order_parity);
+      order_parity ^= 1;
     }
-    if (!args.plain) apply_alpha_bias(args, work.column, accum);
-    if constexpr (kPlanes) {
-      const int image = tile / args.image_tiles;
-      const int row = (tile - image * args.image_tiles) * BM + warp / 4 * kWarpgroupRows;
+    mainloop(smem, state, work.steps, accum, smem.order_barrier(turn ^ 1));
+    if (kPingPong) state.skip(work.steps, smem.stages);
+    if (!kTransposed && !args.plain) apply_alpha_bias(args, work.column, accum);
+    if constexpr (kStoresColumns) {
+      const int image = kPlanes ? tile / args.image_tiles : 0;
+      const int row = (kPlanes ? (tile - image * args.image_tiles) * BM : work.column) + warp / 4 * kNextRows;
+      const int first = kPlanes ? work.column : tile * BN;
 #pragma unroll
       for (int i = 0; i < kMmasM * (BN / kStoredColumns); ++i) {
         const int part = i % kMmasM, column = i / kMmasM * kStoredColumns;
         if (threadIdx.x % 128 == 0) tma_store_wait_read<BUFFERS - 1>();
         named_barrier_sync(1 + warp / 4, 128);
-        store_columns(args, staging + buffer * kStagingBytes, row + part * 64, work.column + column, image,
+        store_columns(args, staging + buffer * kStagingBytes, row + part * 64, first + column, image,
                       accum[part], column / 8);
         if (++buffer == BUFFERS) buffer = 0;
       }
@@ -124,20 +128,21 @@ __device__ __forceinline__ void consume_row_tiles(const PointwiseGemmArgs& args,
     if (args.wide_result) {
 #pragma unroll
       for (int part = 0; part < kMmasM; ++part) {
-        store_wide(args, tile * BM + warp / 4 * kWarpgroupRows + part * 64 + warp % 4 * 16, work.column,
+        store_wide(args, tile * BM + warp / 4 * kNextRows + part * 64 + warp % 4 * 16, work.column,
                    accum[part]);
       }
       continue;
     }
-    if (lane == 0) tma_store_wait_read<(BUFFERS - 1) * kMmasM>();
-    __syncwarp();
 #pragma unroll
-    for (int part = 0; part < kMmasM; ++part) {
-      store_rows(args, staging + (buffer * kMmasM + part) * kStagingBytes,
-                 tile * BM + warp / 4 * kWarpgroupRows + part * 64 + warp % 4 * 16, work.column,
-                 accum[part]);
+    for (int i = 0; i < kMmasM * (BN / kStoredColumns); ++i) {
+      const int part = i % kMmasM, column = i / kMmasM * kStoredColumns;
+      if (lane == 0) tma_store_wait_read<BUFFERS - 1>();
+      __syncwarp();
+      store_rows(args, staging + buffer * kStagingBytes,
+                 tile * BM + warp / 4 * kNextRows + part * 64 + warp % 4 * 16, work.column + column,
+                 accum[part], column / 8);
+      if (++buffer == BUFFERS) buffer = 0;
     }
-    if (++buffer == BUFFERS) buffer = 0;
   }
   if (lane == 0) tma_store_wait_read<0>();
 }

@@ -120,6 +120,11 @@ struct PipelineState {
   __device__ __forceinline__ void advance(int stages) {
     if (++index == stages) index = 0, parity ^= 1;
   }
+  // Past `steps` k-tiles of which another warpgroup computes the tile.
+  __device__ __forceinline__ void skip(int steps, int stages) {
+    index += steps;
+    parity ^= index / stages & 1, index %= stages;
+  }
 };
 
 }  // namespace convgrad

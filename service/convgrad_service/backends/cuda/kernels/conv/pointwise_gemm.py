@@ -372,12 +372,12 @@ def _result_map(dtype: DType, product: Product, config: Config) -> TiledMap:
             (product.rows, product.columns),
             (product.column_stride * ITEM_BYTES,),
             swizzle=ROW_BYTES[-1],
-            box=(ROW_BYTES[-1] // ITEM_BYTES, config.n),
+            box=(ROW_BYTES[-1] // ITEM_BYTES, config.stored_columns(product)),
         )
     return TiledMap(
         dtype,
         (product.columns, product.rows),
         (product.row_stride * ITEM_BYTES,),
         swizzle=config.d_bytes,
-        box=(config.d_bytes // ITEM_BYTES or config.n, SLAB_ROWS),
+        box=(config.d_bytes // ITEM_BYTES or config.stored_columns(product), SLAB_ROWS),
     )

@@ -99,15 +99,20 @@ SHARED: Tiles = {
     },
 }
 SHARING = (2, 4)
+# Tiles of STORED that warpgroups can take in turn, also in such clusters.
+ALTERNATE: Tiles = {"gather": {64: {128: (128,)}}}
 
 
 def sharing(config: Config, product: Product) -> Iterator[Config]:
-    """Yield the other ways to run a configuration: clusters that share an operand."""
+    """Yield the other ways to run a configuration: clusters that share an operand, and warpgroups
+    that take tiles in turn."""
     if config.reduces or config.resident or not product.shares:
         return
-    tiles = SHARED.get(product.menu, {}).get(config.depth, {})
-    if config.n in tiles.get(config.m, ()):
-        yield from (replace(config, multicast=blocks) for blocks in SHARING)
+    for ways, clusters, alternate in ((SHARED, SHARING, False), (ALTERNATE, (1, *SHARING), True)):
+        tiles = ways.get(product.menu, {}).get(config.depth, {})
+        if config.n in tiles.get(config.m, ()):
+            for blocks in clusters:
+                yield replace(config, multicast=blocks, alternate=alternate)
 
 
 def every_config(menu: str) -> Iterator[Config]:

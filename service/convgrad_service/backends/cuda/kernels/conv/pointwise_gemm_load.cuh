@@ -12,7 +12,11 @@ namespace {
 using T = ELEMENT;
 using OperandA = GemmOperand<T, A_MN != 0, A_BYTES, BM, DEPTH>;
 using OperandB = GemmOperand<T, B_MN != 0, B_BYTES, BN, DEPTH>;
-constexpr int kWarpgroupRows = BM / CONSUMERS, kMmasM = kWarpgroupRows / 64, kFragmentsN = BN / 8;
+// Whether two warpgroups take alternate tiles, so that one's epilogue overlaps the other's mainloop.
+constexpr bool kPingPong = PINGPONG != 0;
+constexpr int kWarpgroupRows = BM / (kPingPong ? 1 : CONSUMERS), kMmasM = kWarpgroupRows / 64, kFragmentsN = BN / 8;
+// Rows from one warpgroup's part of a tile to the next one's, and the warps that read a stage.
+constexpr int kNextRows = kPingPong ? 0 : kWarpgroupRows, kTileWarps = kPingPong ? 4 : CONSUMERS * 4;
 constexpr int kConsumers = CONSUMERS * 128, kThreads = kConsumers + 64;
 constexpr int kProducerA = CONSUMERS * 4, kProducerB = kProducerA + 1;
 constexpr u32 kStageBytes = OperandA::kBytes + (RESIDENT ? 0 : OperandB::kBytes);
@@ -22,16 +26,16 @@ constexpr bool kTransposed = TRANSPOSED != 0;
 constexpr bool kPlanes = PLANES != 0;
 // Whether columns of the result are stored, whose rows are contiguous.
 constexpr bool kStoresColumns = kTransposed || kPlanes;
-// Staging buffer of a warp's 16 rows: boxes of D_BYTES per row, swizzled by that width (0: one box). Where
-// columns are stored, of a warpgroup's 64 rows: one box of 128 bytes per column. Of planes, 64 columns at a time.
-constexpr int kStoredColumns = kPlanes && BN % 64 == 0 ? 64 : BN;
+// Staging buffer of a warp's 16 rows and STORED columns: boxes of D_BYTES per row, swizzled by that width (0: one
+// box). Where columns are stored, of a warpgroup's 64 rows: one box of 128 bytes per column.
+constexpr int kStoredColumns = STORED;
 constexpr u32 kStagingBytes = (kStoresColumns ? 64 : 16) * kStoredColumns * sizeof(T);
 // Staging buffers of a warp, or of a warpgroup that stores columns.
-constexpr int kStagingBuffers = BUFFERS * (kPlanes ? 1 : kMmasM);
+constexpr int kStagingBuffers = BUFFERS;
 constexpr u32 kAllStagingBytes = kStagingBuffers * kStagingBytes * CONSUMERS * (kStoresColumns ? 1 : 4);
-constexpr int kBoxColumns = D_BYTES && !kStoresColumns ? D_BYTES / static_cast<int>(sizeof(T)) : BN;
+constexpr int kBoxColumns = D_BYTES && !kStoresColumns ? D_BYTES / static_cast<int>(sizeof(T)) : kStoredColumns;
 constexpr u32 kBoxBytes = 16 * kBoxColumns * sizeof(T);
-static_assert(BN % kBoxColumns == 0, "whole blocks");
+static_assert(BN % kStoredColumns == 0 && kStoredColumns % kBoxColumns == 0, "whole blocks");
 using Accumulators = float[kMmasM][kFragmentsN][4];
 using Reduce = SplitKReduce<kMmasM * kFragmentsN, CONSUMERS * 4>;
 // How a tile's K is split: among the blocks of clusters, or of the grid.
@@ -56,6 +60,8 @@ struct SharedLayout {
   __device__ __forceinline__ u32 full_barrier(int stage) const { return barriers + stage * 8; }
   __device__ __forceinline__ u32 empty_barrier(int stage) const { return barriers + (stages + stage) * 8; }
   __device__ __forceinline__ u32 reduce_barrier() const { return barriers + 2 * stages * 8; }
+  // Of two warpgroups that take alternate tiles: completed when the other one has issued its tile's wgmmas.
+  __device__ __forceinline__ u32 order_barrier(int warpgroup) const { return reduce_barrier() + warpgroup * 8; }
   // By `sharing` lanes of each warp whose wgmmas have read a stage: frees it for the blocks that load it.
   __device__ __forceinline__ void release(int stage, int lane) const {
     if constexpr (kMulticast) {
@@ -174,8 +180,9 @@ __device__ __forceinline__ void produce(const PointwiseGemmArgs& args, const Sha
     if constexpr (kRows) {
       for (int i = 0; i < smem.stages; ++i) {
         mbarrier_init(smem.full_barrier(i), RESIDENT ? 1 : 2);
-        mbarrier_init(smem.empty_barrier(i), (kMulticast ? smem.sharing : 1) * CONSUMERS * 4);
+        mbarrier_init(smem.empty_barrier(i), (kMulticast ? smem.sharing : 1) * kTileWarps);
       }
+      for (int i = 0; kPingPong && i < CONSUMERS; ++i) mbarrier_init(smem.order_barrier(i), kTileWarps);
       fence_mbarrier_init();
       fence_proxy_async();
     } else {

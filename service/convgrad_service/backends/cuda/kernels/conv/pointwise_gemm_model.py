@@ -89,6 +89,7 @@ class _Table:
 
         self.shared_of = np.array([index for index, _ in self.shared], np.int64)
         self.multicast = np.array([one.multicast for _, one in self.shared], np.float64)
+        self.alternate = np.array([one.alternate for _, one in self.shared], np.float64)
         self.m, self.n = column(lambda one: one.m), column(lambda one: one.n)
         self.depth = column(lambda one: one.depth)
         self.cluster = column(lambda one: one.cluster)
@@ -274,7 +275,7 @@ class _Table:
             outer=1,
             workers=self._device.multiprocessors,
             moved=product.bytes,
-            kind=0,
+            kind=self.alternate[found],
             order=product.swapped,
         )
         return place[of], [self.shared[i][1] for i in found], lines
@@ -353,7 +354,7 @@ def sharing_line_of(
 
 def _stored_as(config: Config) -> Config:
     """Return the table's configuration for it."""
-    return replace(config, parts=2 if config.in_grid else 1, multicast=1)
+    return replace(config, parts=2 if config.in_grid else 1, multicast=1, alternate=False)
 
 
 @lru_cache(maxsize=1024)

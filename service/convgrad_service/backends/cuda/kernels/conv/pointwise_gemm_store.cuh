@@ -12,7 +12,7 @@ __device__ __forceinline__ u32 staging_address(u32 staging, int row, int chunk) 
   } else if constexpr (D_BYTES == 64) {
     return staging + chunk / 4 * kBoxBytes + row * 64 + ((chunk % 4) ^ (row >> 1 & 3)) * 16;
   } else {
-    return staging + row * (BN * static_cast<int>(sizeof(T))) + chunk * 16;
+    return staging + row * (kStoredColumns * static_cast<int>(sizeof(T))) + chunk * 16;
   }
 }
 
@@ -36,29 +36,31 @@ __device__ __forceinline__ void apply_alpha_bias(const PointwiseGemmArgs& args, 
   }
 }
 
-// Rounds 16 rows of a warp to a free staging buffer and stores them by TMA.
+// Rounds 16 rows of a warp to a free staging buffer and stores them by TMA: kStoredColumns of them from fragment
+// `from` on, which are those of the result from `column` on.
 __device__ __forceinline__ void store_rows(const PointwiseGemmArgs& args, u32 staging, int row,
-                                           int column, const float (&accum)[kFragmentsN][4]) {
+                                           int column, const float (&all)[kFragmentsN][4], int from) {
   const int lane = threadIdx.x & 31;
+  constexpr int kCount = kStoredColumns / 8;
 #pragma unroll
-  for (int j = 0; j + 1 < kFragmentsN; j += 2) {
-    const u32 words[4] = {narrow_x2<T>(accum[j][0], accum[j][1]),
-                          narrow_x2<T>(accum[j][2], accum[j][3]),
-                          narrow_x2<T>(accum[j + 1][0], accum[j + 1][1]),
-                          narrow_x2<T>(accum[j + 1][2], accum[j + 1][3])};
+  for (int j = 0; j + 1 < kCount; j += 2) {
+    const float(&one)[4] = all[from + j], (&two)[4] = all[from + j + 1];
+    const u32 words[4] = {narrow_x2<T>(one[0], one[1]), narrow_x2<T>(one[2], one[3]),
+                          narrow_x2<T>(two[0], two[1]), narrow_x2<T>(two[2], two[3])};
     stmatrix(staging_address(staging, lane % 16, j + lane / 16), words);
   }
-  if constexpr (kFragmentsN % 2) {
-    constexpr int j = kFragmentsN - 1;
+  if constexpr (kCount % 2) {
+    constexpr int j = kCount - 1;
+    const float(&one)[4] = all[from + j];
     const u32 at = lane % 4 * 4;
-    st_shared_u32(staging_address(staging, lane / 4, j) + at, narrow_x2<T>(accum[j][0], accum[j][1]));
-    st_shared_u32(staging_address(staging, lane / 4 + 8, j) + at, narrow_x2<T>(accum[j][2], accum[j][3]));
+    st_shared_u32(staging_address(staging, lane / 4, j) + at, narrow_x2<T>(one[0], one[1]));
+    st_shared_u32(staging_address(staging, lane / 4 + 8, j) + at, narrow_x2<T>(one[2], one[3]));
   }
   fence_proxy_async();
   __syncwarp();
   if (lane == 0) {
 #pragma unroll
-    for (int block = 0; block < BN / kBoxColumns; ++block) {
+    for (int block = 0; block < kStoredColumns / kBoxColumns; ++block) {
       tma_store<2>(args.d_map, staging + block * kBoxBytes, {column + block * kBoxColumns, row});
     }
     tma_store_commit();

@@ -26,7 +26,7 @@ ROW_BYTES = (32, 64, 128)
 """Row lengths in shared memory, which are also the swizzle widths."""
 CLUSTERS = {1: 132, 2: 66, 3: 39, 4: 30, 6: 17, 8: 15}
 """Concurrent clusters of an H200 by cluster size, with one block per SM."""
-NAME = re.compile(r"(\d+)x(\d+)(?:d(\d+))?(r?)(?:m(\d))?(?:_k(\d+))?(?:/(\d+))?")
+NAME = re.compile(r"(\d+)x(\d+)(?:d(\d+))?(r?)(?:m(\d))?(a?)(?:_k(\d+))?(?:/(\d+))?")
 """A configuration's name."""
 ITEM_BYTES = 2
 WARPGROUP, PRODUCERS = 128, 64
@@ -36,8 +36,8 @@ PATTERN_BYTES, BARRIER_BYTES, SLAB_ROWS, FRAGMENT_BYTES = 1024, 8, 16, 512
 GRID_FRAGMENTS, MOST_GRID_PARTS = 4, 255
 # The most results of a tile for which a block has a second store buffer.
 BUFFERED = 64 * 128
-# Rows of a warpgroup's product, and columns of planes that it stores at a time.
-WARPGROUP_ROWS, PLANE_COLUMNS = 64, 64
+# Rows of a warpgroup's product, and columns of a slice of it that it stores.
+WARPGROUP_ROWS, SLICE_COLUMNS = 64, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ class Config:
     ``cluster`` 0 and more ``parts``, K is split among that many blocks of the grid (REDUCE 2).
     Otherwise K is split among the blocks of a cluster, and among ``parts`` clusters (REDUCE 1).
     With ``multicast``, clusters of so many blocks share the operand that their tiles have in
-    common.
+    common. With ``alternate``, a block's two warpgroups take a tile each in turn (ping-pong).
     """
 
     m: int
@@ -149,11 +149,13 @@ class Config:
     parts: int = 1
     resident: bool = False
     multicast: int = 1
+    alternate: bool = False
 
     def __str__(self) -> str:
         name = f"{self.m}x{self.n}" + (f"d{self.depth}" if self.depth != 64 else "")
         name += "r" * self.resident
         name += f"m{self.multicast}" if self.multicast > 1 else ""
+        name += "a" * self.alternate
         if self.cluster:
             name += f"_k{self.cluster}"
         return name + (f"/{self.parts}" if self.parts > 1 else "")
@@ -164,7 +166,7 @@ class Config:
         found = NAME.fullmatch(name)
         if found is None:
             return None
-        m, n, depth, cluster, parts = (int(found[i] or 0) for i in (1, 2, 3, 6, 7))
+        m, n, depth, cluster, parts = (int(found[i] or 0) for i in (1, 2, 3, 7, 8))
         return cls(
             m,
             n,
@@ -173,12 +175,13 @@ class Config:
             parts or 1,
             resident=bool(found[4]),
             multicast=int(found[5] or 1),
+            alternate=bool(found[6]),
         )
 
     @property
     def consumers(self) -> int:
         """Consumer warpgroups."""
-        return {64: 1, 192: 3}.get(self.m, 2)
+        return 2 if self.alternate else {64: 1, 192: 3}.get(self.m, 2)
 
     @property
     def threads(self) -> int:
@@ -209,18 +212,30 @@ class Config:
     def splits(self) -> int:
         return max(self.cluster, 1) * self.parts
 
+    @property
+    def parts_of_m(self) -> int:
+        """Products of 64 rows that a warpgroup computes at a time."""
+        return self.m // (WARPGROUP_ROWS * (1 if self.alternate else self.consumers))
+
+    def in_slices(self, product: Product) -> bool:
+        """Return whether results are stored a slice of the columns at a time."""
+        return self.alternate or product.images > 0
+
     def buffers(self, product: Product) -> int:
         """Return the store buffers per warp or, of planes, per warpgroup."""
-        return 2 if product.images or self.m * self.n <= BUFFERED else 1
+        if self.in_slices(product):
+            return 2
+        return self.parts_of_m * (2 if self.m * self.n <= BUFFERED else 1)
 
     def stored_columns(self, product: Product) -> int:
         """Return the columns of a store buffer."""
-        return PLANE_COLUMNS if product.images and self.n % PLANE_COLUMNS == 0 else self.n
+        whole = not self.in_slices(product) or self.n % SLICE_COLUMNS
+        return self.n if whole else SLICE_COLUMNS
 
     @property
     def fragments(self) -> int:
         """Accumulator fragments of a warp."""
-        return self.m // (64 * self.consumers) * (self.n // 8)
+        return self.parts_of_m * (self.n // 8)
 
     @property
     def owned(self) -> int:
@@ -293,12 +308,15 @@ class Config:
         elif self.in_grid:
             results = GRID_FRAGMENTS * self.consumers * 4 * FRAGMENT_BYTES
         else:
-            rows = self.consumers * WARPGROUP_ROWS if product.images else self.m
+            rows = self.consumers * WARPGROUP_ROWS
             results = self.buffers(product) * rows * self.stored_columns(product) * ITEM_BYTES
+        parts = [self.stage_bytes(product)]
         if self.resident:
-            results += self.steps(product) * self.side_bytes(product.b, self.n)
-        ring = stages * (self.stage_bytes(product) + 2 * BARRIER_BYTES)
-        return 3 * PATTERN_BYTES + results + ring + 2 * BARRIER_BYTES
+            parts.append(self.side_bytes(product.b, self.n))
+            results += self.steps(product) * parts[1]
+        aligned = 1 + sum(size % PATTERN_BYTES > 0 for size in parts)
+        ring = stages * (parts[0] + 2 * BARRIER_BYTES)
+        return aligned * PATTERN_BYTES + results + ring + 2 * BARRIER_BYTES
 
     def stages(self, product: Product, device: CudaDevice) -> int:
         """Return the number of pipeline stages that fit."""
@@ -321,6 +339,8 @@ class Config:
             "RESIDENT": int(self.resident),
             "MULTICAST": int(self.multicast > 1),
             "BUFFERS": self.buffers(product),
+            "STORED": self.stored_columns(product),
+            "PINGPONG": int(self.alternate),
             "TRANSPOSED": int(product.transposed),
             "PLANES": int(product.images > 0),
             "D_BYTES": self.d_bytes,
