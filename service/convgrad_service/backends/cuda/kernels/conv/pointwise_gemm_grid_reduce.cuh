@@ -1,9 +1,10 @@
 // Split-K reduction of one tile's accumulators over blocks of the grid. Part of pointwise_gemm.cu.
 //
 // Each block writes its partial sums to a workspace: [tile][share][fragment][lane], four floats as a lane
-// holds them of a fragment (16 x 8). The tile's blocks meet (core/rendezvous.cuh), at most 255; then each
-// reduces some of the fragments. `slices` warps divide the shares of a fragment, so that all loads of a block
-// are in flight at once; the order of additions depends on the number of shares and of slices only.
+// holds them of a fragment (16 x 8), of those that the result has. The tile's blocks meet
+// (core/rendezvous.cuh), at most 255; then each reduces some of the fragments. `slices` warps divide the
+// shares of a fragment, so that all loads of a block are in flight at once; the order of additions depends on
+// the number of shares and of slices only.
 #pragma once
 
 #include "conv/pointwise_gemm_load.cuh"
@@ -11,8 +12,7 @@
 
 namespace {
 
-constexpr int kWarps = CONSUMERS * 4, kWarpFragments = kMmasM * kFragmentsN;
-constexpr int kTileFragments = kWarps * kWarpFragments, kTileVectors = BM * BN / 4;
+constexpr int kWarps = CONSUMERS * 4, kTileVectors = BM * BN / 4;
 // Fragments that a warp reduces at a time, at most, and vectors that it loads at a time.
 constexpr int kMostFragments = 4, kLoads = 16;
 constexpr u32 kGridReduceBytes = kWarps * kMostFragments * 512;
@@ -61,6 +61,21 @@ __device__ __forceinline__ void store_eight(const PointwiseGemmArgs& args, int r
   }
 }
 
+// Writes the first `across` fragments of each 16 rows, without those from `fragments` on.
+__device__ __forceinline__ void store_partials(float4* to, int across, int fragments, const Accumulators& accum) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
+#pragma unroll
+  for (int part = 0; part < kMmasM; ++part) {
+    const int first = (warp / 4 * (kMmasM * 4) + part * 4 + warp % 4) * across;
+    if (first >= fragments) break;
+#pragma unroll
+    for (int j = 0; j < kFragmentsN; ++j) {
+      const float(&of)[4] = accum[part][j];
+      if (j < across) to[(first + j) * 32 + lane] = {of[0], of[1], of[2], of[3]};
+    }
+  }
+}
+
 // By all consumer threads, after rendezvous_begin(word) and the mainloop.
 __device__ __forceinline__ void reduce_in_grid(const PointwiseGemmArgs& args, const SharedLayout& smem,
                                                const BlockWork& work, u32* word,
@@ -71,15 +86,15 @@ __device__ __forceinline__ void reduce_in_grid(const PointwiseGemmArgs& args, co
       static_cast<i64>(blockIdx.x) * args.parts * kTileVectors;
   // Read before it is needed, as it takes as long as the partial sums' stores.
   const u32 begun = threadIdx.x == 0 ? rendezvous_begun(word) : 0;
-  float4* const own = const_cast<float4*>(partials) + static_cast<i64>(work.begin) * kTileVectors +
-                      warp * (kWarpFragments * 32) + lane;
-#pragma unroll
-  for (int part = 0; part < kMmasM; ++part) {
-#pragma unroll
-    for (int j = 0; j < kFragmentsN; ++j) {
-      const float(&of)[4] = accum[part][j];
-      own[(part * kFragmentsN + j) * 32] = {of[0], of[1], of[2], of[3]};
-    }
+  float4* const own = const_cast<float4*>(partials) + static_cast<i64>(work.begin) * kTileVectors;
+  // Of those that the result has: fragments of 16 rows of the tile, and all.
+  const int across = min((args.columns - work.column + 7) / 8, kFragmentsN);
+  const int fragments = min((args.rows - work.row * BM + 15) / 16, BM / 16) * across;
+  const bool whole = fragments == BM / 16 * kFragmentsN;
+  if (whole) {
+    store_partials(own, kFragmentsN, BM / 16 * kFragmentsN, accum);
+  } else {
+    store_partials(own, across, fragments, accum);
   }
   named_barrier_sync(1, kConsumers);
   ReducerRank* const shared_met = reinterpret_cast<ReducerRank*>(smem.pointer(smem.reduce_barrier()));
@@ -95,13 +110,13 @@ __device__ __forceinline__ void reduce_in_grid(const PointwiseGemmArgs& args, co
   const int each = (args.parts + slices - 1) / slices, first = min(slice * each, args.parts);
   const int shares = min(each, args.parts - first);
   // Fragments of a block at a time, and of a warp.
-  const int count = min((kTileFragments + args.parts - 1) / args.parts, groups * kMostFragments);
+  const int count = min((fragments + args.parts - 1) / args.parts, groups * kMostFragments);
   const int of_warp = (count + groups - 1) / groups;
   float4* const room = reinterpret_cast<float4*>(smem.pointer(smem.staging));
   float4* const to = room + (slice * groups * kMostFragments + group) * 32 + lane;
 #pragma unroll 1
-  for (int f0 = met.rank * count; f0 < kTileFragments; f0 += met.blocks * count) {
-    const int end = min(f0 + count, kTileFragments);
+  for (int f0 = met.rank * count; f0 < fragments; f0 += met.blocks * count) {
+    const int end = min(f0 + count, fragments);
     const int own_count = (end - f0 - group + groups - 1) / groups;
     const float4* const from =
         partials + static_cast<i64>(first) * kTileVectors + (f0 + group) * 32 + lane;
@@ -115,7 +130,7 @@ __device__ __forceinline__ void reduce_in_grid(const PointwiseGemmArgs& args, co
     named_barrier_sync(1, kConsumers);
     for (int i = threadIdx.x; i < (end - f0) * 16; i += kConsumers) {
       const int in = i / 16, row = i % 16, fragment = f0 + in;
-      const int owner = fragment / kWarpFragments, f = fragment - owner * kWarpFragments;
+      const int down = whole ? fragment / kFragmentsN : fragment / across;
       float sums[8] = {};
 #pragma unroll 1
       for (int s = 0; s < slices; ++s) {
@@ -126,10 +141,9 @@ __device__ __forceinline__ void reduce_in_grid(const PointwiseGemmArgs& args, co
           sums[e * 2] += row < 8 ? four.x : four.z, sums[e * 2 + 1] += row < 8 ? four.y : four.w;
         }
       }
-      store_eight(args, work.row * BM + owner / 4 * kWarpgroupRows + f / kFragmentsN * 64 + owner % 4 * 16 + row,
-                  work.column + f % kFragmentsN * 8, sums);
+      store_eight(args, work.row * BM + down * 16 + row, work.column + (fragment - down * across) * 8, sums);
     }
-    if (f0 + met.blocks * count < kTileFragments) named_barrier_sync(1, kConsumers);
+    if (f0 + met.blocks * count < fragments) named_barrier_sync(1, kConsumers);
   }
   if (threadIdx.x == 0 && static_cast<int>(done >> 24) == met.blocks - 1) atomicExch(word, 0u);
 }
