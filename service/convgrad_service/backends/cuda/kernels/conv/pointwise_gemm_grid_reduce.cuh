@@ -8,19 +8,48 @@
 #pragma once
 
 #include "conv/pointwise_gemm_load.cuh"
+#include "core/opaque.cuh"
 #include "core/rendezvous.cuh"
 
 namespace {
 
 constexpr int kWarps = CONSUMERS * 4, kTileVectors = BM * BN / 4;
+static_assert(BM / 16 * kFragmentsN < 2048, "see GridReduction::inverse");
 // Fragments that a warp reduces at a time, at most, and vectors that it loads at a time.
 constexpr int kMostFragments = 4, kLoads = 16;
 constexpr u32 kGridReduceBytes = kWarps * kMostFragments * 512;
 
-// Adds up a lane's vectors of up to kMost fragments, `apart` from each other, over `shares` shares; to `room`.
+// How a tile's blocks divide its reduction. Made before the mainloop, while the block waits for its first
+// k-tile: after the meeting, the divisions would take as long as the loads.
+struct GridReduction {
+  int across, fragments;     // fragments of 16 rows, and all, of those that the result has
+  int inverse;               // 65,536 over `across`, rounded up: divides numbers below 2,048 by it
+  int count, of_warp;        // fragments of a block at a time, and of a warp
+  int groups, slice, group;  // warps for different fragments; this warp's slice of the shares, and its group
+  int first, shares;         // of the slice
+
+  __device__ __forceinline__ GridReduction(const PointwiseGemmArgs& args, const BlockWork& work) {
+    across = min((args.columns - work.column + 7) / 8, kFragmentsN);
+    fragments = min((args.rows - work.row * BM + 15) / 16, BM / 16) * across;
+    inverse = (65535 + across) / across;
+    const int warp = threadIdx.x / 32, slices = args.slices, each = (args.parts + slices - 1) / slices;
+    groups = kWarps / slices, group = warp / slices, slice = warp - group * slices;
+    first = min(slice * each, args.parts), shares = min(each, args.parts - first);
+    count = min((fragments + args.parts - 1) / args.parts, groups * kMostFragments);
+    of_warp = (count + groups - 1) / groups;
+    for (int* one : {&across, &fragments, &inverse, &count, &of_warp, &groups, &slice, &group, &first, &shares}) {
+      *one = opaque_value(*one);
+    }
+  }
+  __device__ __forceinline__ bool whole() const { return fragments == BM / 16 * kFragmentsN; }
+};
+
+// Adds up a lane's vectors of up to kMost fragments, of those `left`, `groups` apart from each other, over
+// `shares` shares; to `room`.
 template <int kMost>
-__device__ __forceinline__ void reduce_slice(const float4* from, int apart, int count, int shares,
+__device__ __forceinline__ void reduce_slice(const float4* from, int groups, int left, int shares,
                                              float4* room) {
+  const int apart = groups * 32;
   constexpr int kShares = kLoads / kMost;
   float4 sum[kMost] = {};
 #pragma unroll 1
@@ -31,7 +60,7 @@ __device__ __forceinline__ void reduce_slice(const float4* from, int apart, int 
 #pragma unroll
       for (int f = 0; f < kMost; ++f) {
         four[i][f] = {};
-        if (share + i < shares && f < count) four[i][f] = __ldcg(from + i * kTileVectors + f * apart);
+        if (share + i < shares && f * groups < left) four[i][f] = __ldcg(from + i * kTileVectors + f * apart);
       }
     }
 #pragma unroll
@@ -78,23 +107,19 @@ __device__ __forceinline__ void store_partials(float4* to, int across, int fragm
 
 // By all consumer threads, after rendezvous_begin(word) and the mainloop.
 __device__ __forceinline__ void reduce_in_grid(const PointwiseGemmArgs& args, const SharedLayout& smem,
-                                               const BlockWork& work, u32* word,
+                                               const BlockWork& work, const GridReduction& of, u32* word,
                                                const Accumulators& accum) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
+  const int lane = threadIdx.x & 31;
   const float4* const partials =
       reinterpret_cast<const float4*>(args.partials) +
       static_cast<i64>(blockIdx.x) * args.parts * kTileVectors;
   // Read before it is needed, as it takes as long as the partial sums' stores.
   const u32 begun = threadIdx.x == 0 ? rendezvous_begun(word) : 0;
   float4* const own = const_cast<float4*>(partials) + static_cast<i64>(work.begin) * kTileVectors;
-  // Of those that the result has: fragments of 16 rows of the tile, and all.
-  const int across = min((args.columns - work.column + 7) / 8, kFragmentsN);
-  const int fragments = min((args.rows - work.row * BM + 15) / 16, BM / 16) * across;
-  const bool whole = fragments == BM / 16 * kFragmentsN;
-  if (whole) {
+  if (of.whole()) {
     store_partials(own, kFragmentsN, BM / 16 * kFragmentsN, accum);
   } else {
-    store_partials(own, across, fragments, accum);
+    store_partials(own, of.across, of.fragments, accum);
   }
   named_barrier_sync(1, kConsumers);
   ReducerRank* const shared_met = reinterpret_cast<ReducerRank*>(smem.pointer(smem.reduce_barrier()));
@@ -106,44 +131,37 @@ __device__ __forceinline__ void reduce_in_grid(const PointwiseGemmArgs& args, co
   // No block polls the word any more once all are done; what it counts is read last.
   const u32 done = threadIdx.x == 0 ? atomicAdd(word, kDone) : 0;
 
-  const int slices = args.slices, groups = kWarps / slices, slice = warp % slices, group = warp / slices;
-  const int each = (args.parts + slices - 1) / slices, first = min(slice * each, args.parts);
-  const int shares = min(each, args.parts - first);
-  // Fragments of a block at a time, and of a warp.
-  const int count = min((fragments + args.parts - 1) / args.parts, groups * kMostFragments);
-  const int of_warp = (count + groups - 1) / groups;
   float4* const room = reinterpret_cast<float4*>(smem.pointer(smem.staging));
-  float4* const to = room + (slice * groups * kMostFragments + group) * 32 + lane;
+  float4* const to = room + (of.slice * of.groups * kMostFragments + of.group) * 32 + lane;
 #pragma unroll 1
-  for (int f0 = met.rank * count; f0 < fragments; f0 += met.blocks * count) {
-    const int end = min(f0 + count, fragments);
-    const int own_count = (end - f0 - group + groups - 1) / groups;
+  for (int f0 = met.rank * of.count; f0 < of.fragments; f0 += met.blocks * of.count) {
+    const int end = min(f0 + of.count, of.fragments), left = end - f0 - of.group;
     const float4* const from =
-        partials + static_cast<i64>(first) * kTileVectors + (f0 + group) * 32 + lane;
-    if (of_warp == 1) {
-      reduce_slice<1>(from, groups * 32, own_count, shares, to);
-    } else if (of_warp == 2) {
-      reduce_slice<2>(from, groups * 32, own_count, shares, to);
+        partials + static_cast<i64>(of.first) * kTileVectors + (f0 + of.group) * 32 + lane;
+    if (of.of_warp == 1) {
+      reduce_slice<1>(from, of.groups, left, of.shares, to);
+    } else if (of.of_warp == 2) {
+      reduce_slice<2>(from, of.groups, left, of.shares, to);
     } else {
-      reduce_slice<4>(from, groups * 32, own_count, shares, to);
+      reduce_slice<4>(from, of.groups, left, of.shares, to);
     }
     named_barrier_sync(1, kConsumers);
     for (int i = threadIdx.x; i < (end - f0) * 16; i += kConsumers) {
       const int in = i / 16, row = i % 16, fragment = f0 + in;
-      const int down = whole ? fragment / kFragmentsN : fragment / across;
+      const int down = fragment * of.inverse >> 16;
       float sums[8] = {};
 #pragma unroll 1
-      for (int s = 0; s < slices; ++s) {
-        const float4* const lanes = room + (s * groups * kMostFragments + in) * 32 + row % 8 * 4;
+      for (int s = 0; s < args.slices; ++s) {
+        const float4* const lanes = room + (s * of.groups * kMostFragments + in) * 32 + row % 8 * 4;
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           const float4 four = lanes[e];
           sums[e * 2] += row < 8 ? four.x : four.z, sums[e * 2 + 1] += row < 8 ? four.y : four.w;
         }
       }
-      store_eight(args, work.row * BM + down * 16 + row, work.column + (fragment - down * across) * 8, sums);
+      store_eight(args, work.row * BM + down * 16 + row, work.column + (fragment - down * of.across) * 8, sums);
     }
-    if (f0 + met.blocks * count < fragments) named_barrier_sync(1, kConsumers);
+    if (f0 + met.blocks * of.count < of.fragments) named_barrier_sync(1, kConsumers);
   }
   if (threadIdx.x == 0 && static_cast<int>(done >> 24) == met.blocks - 1) atomicExch(word, 0u);
 }
