@@ -28,18 +28,19 @@ struct GridReduction {
   int groups, slice, group;  // warps for different fragments; this warp's slice of the shares, and its group
   int first, shares;         // of the slice
 
+  // Opaque, so that the compiler does not divide where the quotients are used.
   __device__ __forceinline__ GridReduction(const PointwiseGemmArgs& args, const BlockWork& work) {
-    across = min((args.columns - work.column + 7) / 8, kFragmentsN);
-    fragments = min((args.rows - work.row * BM + 15) / 16, BM / 16) * across;
-    inverse = (65535 + across) / across;
     const int warp = threadIdx.x / 32, slices = args.slices, each = (args.parts + slices - 1) / slices;
-    groups = kWarps / slices, group = warp / slices, slice = warp - group * slices;
-    first = min(slice * each, args.parts), shares = min(each, args.parts - first);
-    count = min((fragments + args.parts - 1) / args.parts, groups * kMostFragments);
-    of_warp = (count + groups - 1) / groups;
-    for (int* one : {&across, &fragments, &inverse, &count, &of_warp, &groups, &slice, &group, &first, &shares}) {
-      *one = opaque_value(*one);
-    }
+    across = opaque_value(min((args.columns - work.column + 7) / 8, kFragmentsN));
+    fragments = opaque_value(min((args.rows - work.row * BM + 15) / 16, BM / 16) * across);
+    inverse = opaque_value((65535 + across) / across);
+    groups = opaque_value(kWarps / slices);
+    group = opaque_value(warp / slices);
+    slice = warp - group * slices;
+    first = opaque_value(min(slice * each, args.parts));
+    shares = opaque_value(min(each, args.parts - first));
+    count = opaque_value(min((fragments + args.parts - 1) / args.parts, groups * kMostFragments));
+    of_warp = opaque_value((count + groups - 1) / groups);
   }
   __device__ __forceinline__ bool whole() const { return fragments == BM / 16 * kFragmentsN; }
 };
