@@ -10,6 +10,7 @@
 #include "conv/pointwise_gemm_load.cuh"
 #include "core/opaque.cuh"
 #include "core/rendezvous.cuh"
+#include "ptx/acquire.cuh"
 
 namespace {
 
@@ -106,6 +107,18 @@ __device__ __forceinline__ void store_partials(float4* to, int across, int fragm
   }
 }
 
+// As rendezvous_meet, without its fences: the addition and the loads order what they must.
+__device__ __forceinline__ ReducerRank meet_in_grid(u32* word, u32 begun, u32 parties) {
+  const bool waits = (begun & 255) == parties;
+  const u32 arrival = waits ? kArrived : kArrived + kExited;
+  u32 found = atomic_add_acq_rel(word, arrival);
+  if (!waits) return {0, 0};
+  const int rank = (found >> 8 & 255) - (found >> 16 & 255);
+  found += arrival;
+  for (const BoundedWait wait; (found >> 8 & 255) != parties; wait.check()) found = ld_acquire(word);
+  return {rank, static_cast<int>(parties - (found >> 16 & 255))};
+}
+
 // By all consumer threads, after rendezvous_begin(word) and the mainloop.
 __device__ __forceinline__ void reduce_in_grid(const PointwiseGemmArgs& args, const SharedLayout& smem,
                                                const BlockWork& work, const GridReduction& of, u32* word,
@@ -124,7 +137,7 @@ __device__ __forceinline__ void reduce_in_grid(const PointwiseGemmArgs& args, co
   }
   named_barrier_sync(1, kConsumers);
   ReducerRank* const shared_met = reinterpret_cast<ReducerRank*>(smem.pointer(smem.reduce_barrier()));
-  if (threadIdx.x == 0) *shared_met = rendezvous_meet(word, begun, args.parts);
+  if (threadIdx.x == 0) *shared_met = meet_in_grid(word, begun, args.parts);
   named_barrier_sync(1, kConsumers);
   const ReducerRank met = *shared_met;
   if (met.blocks == 0) return;

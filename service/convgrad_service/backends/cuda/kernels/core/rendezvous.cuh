@@ -11,7 +11,6 @@
 
 #include "core/elements.cuh"
 #include "core/bounded_wait.cuh"
-#include "ptx/acquire.cuh"
 
 namespace convgrad {
 
@@ -31,15 +30,16 @@ struct ReducerRank {
 // After the block's partial sums were written and the writing threads synchronised. `begun` is a recent
 // result of rendezvous_begun.
 __device__ __forceinline__ ReducerRank rendezvous_meet(u32* word, u32 begun, u32 parties) {
+  const volatile u32* const counts = word;
   const bool waits = (begun & 255) == parties;
+  __threadfence();
   const u32 arrival = waits ? kArrived : kArrived + kExited;
-  u32 found = atomic_add_acq_rel(word, arrival);
+  u32 found = atomicAdd(word, arrival);
   if (!waits) return {0, 0};
   const int rank = (found >> 8 & 255) - (found >> 16 & 255);
   found += arrival;
-  for (const BoundedWait wait; (found >> 8 & 255) != parties; wait.check()) {
-    found = ld_acquire(word);
-  }
+  for (const BoundedWait wait; (found >> 8 & 255) != parties; wait.check()) found = *counts;
+  __threadfence();
   return {rank, static_cast<int>(parties - (found >> 16 & 255))};
 }
 
