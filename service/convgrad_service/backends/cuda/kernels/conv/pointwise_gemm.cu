@@ -294,10 +294,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     } else if constexpr (kGridSplit) {
       u32* const word = args.counters + blockIdx.x;
       if (threadIdx.x == 0) rendezvous_begin(word);
+      const GridReduction reduction(args, work);
       Accumulators accum;
       PipelineState state;
       mainloop(smem, state, work.steps, accum);
-      reduce_in_grid(args, smem, work, word, accum);
+      reduce_in_grid(args, smem, work, reduction, word, accum);
     } else {
       consume_row_tiles(args, smem, work);
     }
