@@ -30,7 +30,7 @@ from convgrad_service.engine.admission import (
 )
 from convgrad_service.engine.engine import Engine, call_hub
 from convgrad_service.engine.execution import Execution, PreparedRequest, Result, abandon
-from convgrad_service.engine.memory.arena import Lease, leased, out_of_memory
+from convgrad_service.engine.memory.arena import Lease, out_of_memory
 from convgrad_service.engine.memory.tensor_layout import (
     outputs_to_store,
     problem_size,
@@ -353,14 +353,8 @@ class Pipeline:
         size_bytes = prepared.layout.size_bytes
         if ticket is not None:
             await ticket.charge(size_bytes, prepared.layout.sizes.flops)
-        if prepared.layout.sizes.parts == 1:
-            lease = self.engine.try_reserve(size_bytes, prepared.parts)
-            if lease is not None:
-                return lease
-        started_s = time.monotonic()
-        lease = await leased(self.engine.reserve(size_bytes, regions=prepared.parts))
-        request.timings.add("queue", time.monotonic() - started_s)
-        return lease
+        with request.timings.stage("queue"):
+            return await self.engine.reserve(size_bytes, regions=prepared.parts)
 
 
 def _apply_timeout(request: ComputeRequest, timeout_s: float | None) -> None:

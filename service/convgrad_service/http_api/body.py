@@ -20,7 +20,7 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 from convgrad.errors import MalformedRequest, PayloadTooLarge, RequestTimeout
 from convgrad_service.engine.admission import ClientGone
 from convgrad_service.engine.engine import Engine
-from convgrad_service.engine.memory.arena import Lease, leased
+from convgrad_service.engine.memory.arena import Lease
 from convgrad_service.engine.options import MAX_TRANSFER_S
 from convgrad_service.engine.request import SMALL_BYTES
 from convgrad_service.engine.telemetry.record import RequestContext
@@ -371,7 +371,7 @@ async def small_body(
 
 
 async def _place(engine: Engine, size: int) -> Text:
-    lease = await leased(engine.reserve(size, text=True))
+    lease = await engine.reserve(size, text=True)
     return Text(engine.arena.view(lease.offset, size), lease)
 
 

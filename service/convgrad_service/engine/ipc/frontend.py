@@ -218,7 +218,8 @@ class FrontEnd:
     ) -> asyncio.Future[Lease]:
         """See `Hub.reserve`; the lease is known by ``number``."""
         regions = [RegionPart(*part) for part in parts]
-        lease = self._leases[number] = self._hub.reserve(size_bytes, text=text, regions=regions)
+        reserving = self._hub.reserve(size_bytes, text=text, regions=regions)
+        lease = self._leases[number] = asyncio.ensure_future(reserving)
 
         def forget_refused(lease: asyncio.Future[Lease]) -> None:
             if lease.cancelled() or lease.exception() is not None:

@@ -163,41 +163,28 @@ class RemoteHub:
             raise
         return ticket
 
-    def reserve(
+    async def reserve(
         self, size_bytes: int, *, text: bool = False, regions: Sequence[RegionPart] = ()
-    ) -> asyncio.Future[Lease]:
-        leased: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
-        if not text and (lease := self.try_reserve(size_bytes, regions)) is not None:
-            leased.set_result(lease)
-            return leased
+    ) -> Lease:
+        # Only the hub can acquire regions.
+        if size_bytes <= _POCKET_BLOCK_BYTES and not text and not regions:
+            offset = self._pocket.allocate(size_bytes)
+            if offset is not None:
+                return Lease(offset, size_bytes, self._free_pocket)
         number = next(self._numbers)
         arguments = number, size_bytes, text, tuple(map(tuple, regions))
-        replied = self._invoke(number, "", "reserve", arguments, {})
 
         def release(_: object) -> None:
             self.notify("release_lease", number)
 
-        def granted(reply: asyncio.Future[tuple[int, Sequence[tuple[Any, ...]]]]) -> None:
-            if leased.cancelled():
-                return
-            if (error := reply.exception()) is not None:
-                leased.set_exception(error)
-            else:
-                offset, slices = reply.result()
-                lease = Lease(offset, size_bytes, release)
-                lease.regions = tuple(RegionSlice(*each) for each in slices)
-                leased.set_result(lease)
-
-        replied.add_done_callback(granted)
-        leased.add_done_callback(lambda _: release(None) if leased.cancelled() else None)
-        return leased
-
-    def try_reserve(self, size_bytes: int, regions: Sequence[RegionPart] = ()) -> Lease | None:
-        """Reserve memory from the pocket; only the hub can acquire ``regions``."""
-        if size_bytes > _POCKET_BLOCK_BYTES or regions:
-            return None
-        offset = self._pocket.allocate(size_bytes)
-        return None if offset is None else Lease(offset, size_bytes, self._free_pocket)
+        try:
+            offset, slices = await self._invoke(number, "", "reserve", arguments, {})
+        except asyncio.CancelledError:
+            release(None)
+            raise
+        lease = Lease(offset, size_bytes, release)
+        lease.regions = tuple(RegionSlice(*each) for each in slices)
+        return lease
 
     def _free_pocket(self, lease: Lease) -> None:
         self._pocket.free(lease.offset, lease.size_bytes)

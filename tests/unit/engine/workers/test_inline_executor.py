@@ -71,7 +71,7 @@ def test_layouts_that_a_worker_computed_fast_run_inline() -> None:
     def test() -> None:
         with inline_executor() as (hub, executor):
             layout = arranged("maxpool2d_fwd", POOL)
-            lease = hub.try_reserve(layout.size_bytes)
+            lease = hub.memory.try_reserve(layout.size_bytes)
             assert lease is not None
             given, made = layout.inputs[0], layout.outputs[0]
             assert given.offset is not None
