@@ -221,7 +221,7 @@ class Hub:
 
         Raises ProblemTooLarge and Overloaded; for regions NotFound and InvalidProblem.
         """
-        slices = self.regions.acquire(regions)
+        slices = self.regions.acquire(regions) if regions else ()
         try:
             lease = None if text else self.memory.try_reserve(size_bytes)
             if lease is None and not text and size_bytes <= SMALL_REQUEST_BYTES:
@@ -232,7 +232,7 @@ class Hub:
         except BaseException:
             self.regions.release(slices)
             raise
-        if slices:
+        if regions:
             lease.attach(slices, self.regions.release)
         return lease
 
