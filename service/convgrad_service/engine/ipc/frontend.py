@@ -1,8 +1,7 @@
 """A front end in another process, as the hub sees it; `remote_hub` is the other end.
 
 The front end gets a pocket: a part of the arena from which it leases small blocks itself, so that
-a small request takes one message to the hub and one back. Nested named tuples are sent as plain
-tuples: pickling their class names would take longer than the rest of the message.
+a small request takes one message to the hub and one back.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from convgrad_service.engine.ipc.channel import (
     Channel,
     Heartbeat,
     Interned,
-    MessageTypes,
     Ping,
     Pong,
 )
@@ -31,7 +29,6 @@ from convgrad_service.engine.scheduling.task import Job, JobResult, Task, TaskGr
 from convgrad_service.engine.shm.registry import RegionPart, RegionSlice
 from convgrad_service.engine.telemetry.record import Record
 from convgrad_service.engine.workers.child_process import START_S
-from convgrad_service.problems.base import Lane
 
 POCKET_BYTES = 4 * 2**20
 
@@ -49,7 +46,7 @@ class Drain(NamedTuple):
 
 
 class SubmitJob(NamedTuple):
-    """Submit a `Job`, whose layout is interned and whose other fields are the plain ``job``."""
+    """Submit a `Job`, whose layout is interned and whose other fields are in ``job``."""
 
     number: int
     interned: Interned
@@ -74,7 +71,7 @@ class JobDone(NamedTuple):
     """The reply to `SubmitJob`: the `JobResult`, and how long the job waited."""
 
     number: int
-    result: tuple[Any, ...]
+    result: JobResult
     waited_s: float
 
 
@@ -83,7 +80,7 @@ class PartDone(NamedTuple):
 
     number: int
     part: int
-    result: tuple[Any, ...]
+    result: JobResult
 
 
 class Reply(NamedTuple):
@@ -93,21 +90,6 @@ class Reply(NamedTuple):
     value: Any = None
     error: BaseException | None = None
     cancelled: bool = False
-
-
-TYPES = MessageTypes(
-    SubmitJob,
-    JobDone,
-    PartDone,
-    Call,
-    Reply,
-    Record,
-    Status,
-    Welcome,
-    Drain,
-    Ping,
-    Pong,
-)
 
 
 class FrontEnd:
@@ -131,7 +113,7 @@ class FrontEnd:
         gone = asyncio.Event()
         pocket = await self._reserve_pocket()
         try:
-            self._channel = await Channel.open(channel_end, self._received, gone.set, TYPES)
+            self._channel = await Channel.open(channel_end, self._received, gone.set)
             self._hub.watchers.append(self._send)
             extent = (0, 0) if pocket is None else (pocket.offset, pocket.size_bytes)
             self._send(Welcome(self._hub.status, self._hub.limit_bytes, extent))
@@ -214,10 +196,9 @@ class FrontEnd:
         self._on_listening(port, failure)
 
     def reserve(
-        self, number: int, size_bytes: int, text: bool, parts: Sequence[tuple[Any, ...]]
+        self, number: int, size_bytes: int, text: bool, regions: Sequence[RegionPart]
     ) -> asyncio.Future[Lease]:
         """See `Hub.reserve`; the lease is known by ``number``."""
-        regions = [RegionPart(*part) for part in parts]
         reserving = self._hub.reserve(size_bytes, text=text, regions=regions)
         lease = self._leases[number] = asyncio.ensure_future(reserving)
 
@@ -267,16 +248,14 @@ class FrontEnd:
         slot, packed = message.interned
         if packed is not None:
             self._layouts[slot] = unpack_layout(packed)
-        base, regions, tasks, sums, lane = message.job
-        slices = tuple(RegionSlice(*each) for each in regions)
-        job = Job(self._layouts[slot], base, slices, tasks, sums, Lane(lane))
+        job = Job(self._layouts[slot], *message.job)
         on_part_done = partial(self._part_done, number)
         task = self._hub.scheduler.submit(job, message.deadline_s, on_part_done)
         self._tasks[number] = task
         task.done.add_done_callback(partial(self._job_done, number, task))
 
     def _part_done(self, number: int, part: int, result: JobResult) -> None:
-        self._send(PartDone(number, part, tuple(result)))
+        self._send(PartDone(number, part, result))
 
     def _job_done(
         self, number: int, task: Task | TaskGroup, done: asyncio.Future[JobResult]
@@ -286,7 +265,7 @@ class FrontEnd:
             self._reply(number, done)
             return
         assert self._channel is not None  # noqa: S101
-        self._channel.send_now(JobDone(number, tuple(done.result()), task.waited_s or 0.0))
+        self._channel.send_now(JobDone(number, done.result(), task.waited_s or 0.0))
 
     def _reply(self, number: int, done: asyncio.Future[Any]) -> None:
         if done.cancelled():
@@ -294,7 +273,8 @@ class FrontEnd:
         elif (error := done.exception()) is not None:
             reply = Reply(number, error=error)
         else:
-            reply = Reply(number, _plain(done.result()))
+            value = done.result()
+            reply = Reply(number, _extent(value) if isinstance(value, Lease) else value)
         self._send(reply)
 
     def _send(self, message: Any) -> None:
@@ -302,8 +282,5 @@ class FrontEnd:
         self._channel.send(message)
 
 
-def _plain(value: Any) -> Any:
-    """Return what is sent for a result: leases as offset and regions."""
-    if isinstance(value, Lease):
-        return value.offset, [tuple(each) for each in value.regions]
-    return value
+def _extent(lease: Lease) -> tuple[int, tuple[RegionSlice, ...]]:
+    return lease.offset, lease.regions

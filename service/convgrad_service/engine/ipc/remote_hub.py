@@ -13,7 +13,6 @@ from typing import Any
 from convgrad_service.engine.hub import Status
 from convgrad_service.engine.ipc.channel import Channel, InternTable, Ping, Pong
 from convgrad_service.engine.ipc.frontend import (
-    TYPES,
     Call,
     Drain,
     JobDone,
@@ -26,7 +25,7 @@ from convgrad_service.engine.memory.arena import Arena, FreeList, Lease
 from convgrad_service.engine.options import InlineBackend
 from convgrad_service.engine.scheduling.quotas import Caller, Ticket
 from convgrad_service.engine.scheduling.task import Job, JobHandle, JobResult, OnPartDone
-from convgrad_service.engine.shm.registry import RegionPart, RegionSlice
+from convgrad_service.engine.shm.registry import RegionPart
 from convgrad_service.engine.telemetry.record import Record
 from convgrad_service.engine.workers.inline_executor import InlineExecutor
 
@@ -98,7 +97,7 @@ class RemoteHub:
     async def open(self, channel_end: Any) -> None:
         """Connect, and return once the hub has a backend."""
         self._welcomed = asyncio.get_running_loop().create_future()
-        self._channel = await Channel.open(channel_end, self._received, self._lost, TYPES)
+        self._channel = await Channel.open(channel_end, self._received, self._lost)
         await self._welcomed
 
     @property
@@ -172,7 +171,7 @@ class RemoteHub:
             if offset is not None:
                 return Lease(offset, size_bytes, self._free_pocket)
         number = next(self._numbers)
-        arguments = number, size_bytes, text, tuple(map(tuple, regions))
+        arguments = number, size_bytes, text, tuple(regions)
 
         def release(_: object) -> None:
             self.notify("release_lease", number)
@@ -183,7 +182,7 @@ class RemoteHub:
             release(None)
             raise
         lease = Lease(offset, size_bytes, release)
-        lease.regions = tuple(RegionSlice(*each) for each in slices)
+        lease.regions = slices
         return lease
 
     def _free_pocket(self, lease: Lease) -> None:
@@ -200,8 +199,7 @@ class RemoteHub:
         handle = self._jobs[number] = _RemoteJob(number, lease, on_part_done, done)
         lease.retain()
         interned = self._layouts.intern(job.layout.packed)
-        plain = job.base, tuple(map(tuple, job.regions)), job.tasks, job.sums, int(job.lane)
-        self._channel.send_now(SubmitJob(number, interned, plain, deadline_s))
+        self._channel.send_now(SubmitJob(number, interned, job[1:], deadline_s))
         return handle
 
     def cancel(self, handle: JobHandle) -> None:
@@ -237,13 +235,13 @@ class RemoteHub:
         if isinstance(message, JobDone):
             handle = self._end_job(message.number)
             handle.waited_s = message.waited_s
-            handle.done.set_result(JobResult(*message.result))
+            handle.done.set_result(message.result)
         elif isinstance(message, Reply):
             self._replied(message)
         elif isinstance(message, PartDone):
             job = self._jobs.get(message.number)
             if job is not None and job.on_part_done is not None:
-                job.on_part_done(message.part, JobResult(*message.result))
+                job.on_part_done(message.part, message.result)
         elif isinstance(message, Ping):
             self._heard_s = time.monotonic()
             self._channel.send(Pong())

@@ -38,7 +38,6 @@ from convgrad_service.engine.memory.tensor_layout import TensorLayout, unpack_la
 from convgrad_service.engine.options import WorkerRecipe
 from convgrad_service.engine.scheduling.task import Job, JobResult, not_in_place_of, result_of
 from convgrad_service.engine.shm.mappings import RegionMappings
-from convgrad_service.engine.shm.registry import RegionSlice
 from convgrad_service.engine.workers.parts import Arrays, pieces_of_part, region_arrays, run_pieces
 from convgrad_service.examination import examined
 from convgrad_service.process import lower_priority, set_switch_interval, without_traceback
@@ -174,7 +173,7 @@ class _Worker:
             if (compiling := self._compile_ahead(task, layout)) is not None:
                 self._suspend(task.number, compiling)
                 return
-            job = Job(layout, task.base, tuple(RegionSlice(*each) for each in task.regions))
+            job = Job(layout, task.base, task.regions)
             result = run_job(self._backend, self._arena, self._mappings, job, cancelled, task.part)
         except ServiceError as error:
             result = without_traceback(error)
@@ -188,7 +187,6 @@ class _Worker:
         if not task.brief:
             with self._lock:
                 del self._running[task.number]
-        # A plain tuple: pickling the class's name would take longer than the rest.
         plain = tuple(result) if isinstance(result, JobResult) else result
         self._jobs.send((task.number, plain))
 
