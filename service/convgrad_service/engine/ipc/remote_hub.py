@@ -15,7 +15,6 @@ from convgrad_service.engine.ipc.channel import Channel, InternTable, Ping, Pong
 from convgrad_service.engine.ipc.frontend import (
     Call,
     Drain,
-    JobDone,
     PartDone,
     Reply,
     SubmitJob,
@@ -58,7 +57,7 @@ class _RemoteTicket:
         await self._hub.invoke("", "charge_ticket", (self._number, size_bytes, flops), {})
 
     def release(self) -> None:
-        self._hub.notify("release_ticket", self._number)
+        self._hub.notify("release", self._number)
 
 
 class RemoteHub:
@@ -174,15 +173,15 @@ class RemoteHub:
         arguments = number, size_bytes, text, tuple(regions)
 
         def release(_: object) -> None:
-            self.notify("release_lease", number)
+            self.notify("release", number)
 
         try:
-            offset, slices = await self._invoke(number, "", "reserve", arguments, {})
+            offset, _, lease_regions = await self._invoke(number, "", "reserve", arguments, {})
         except asyncio.CancelledError:
             release(None)
             raise
         lease = Lease(offset, size_bytes, release)
-        lease.regions = slices
+        lease.regions = lease_regions
         return lease
 
     def _free_pocket(self, lease: Lease) -> None:
@@ -232,11 +231,7 @@ class RemoteHub:
         self._channel.flush()
 
     def _received(self, message: Any) -> None:
-        if isinstance(message, JobDone):
-            handle = self._end_job(message.number)
-            handle.waited_s = message.waited_s
-            handle.done.set_result(message.result)
-        elif isinstance(message, Reply):
+        if isinstance(message, Reply):
             self._replied(message)
         elif isinstance(message, PartDone):
             job = self._jobs.get(message.number)
@@ -260,14 +255,14 @@ class RemoteHub:
         if status.backend and not self._welcomed.done():
             self._welcomed.set_result(None)
 
-    def _end_job(self, number: int) -> _RemoteJob:
-        handle = self._jobs.pop(number)
-        handle.lease.release()
-        return handle
-
     def _replied(self, reply: Reply) -> None:
-        if reply.number in self._jobs:
-            waiting: asyncio.Future[Any] | None = self._end_job(reply.number).done
+        value = reply.value
+        waiting: asyncio.Future[Any] | None
+        if (job := self._jobs.pop(reply.number, None)) is not None:
+            job.lease.release()
+            waiting = job.done
+            if value is not None:
+                value, job.waited_s = value
         else:
             waiting = self._pending.get(reply.number)
         if waiting is None or waiting.done():
@@ -278,4 +273,4 @@ class RemoteHub:
         elif reply.cancelled:
             waiting.cancel()
         else:
-            waiting.set_result(reply.value)
+            waiting.set_result(value)
