@@ -90,13 +90,13 @@ class Job(NamedTuple):
     def of(cls, layout: TensorLayout, base: int, regions: tuple[RegionSlice, ...]) -> Job:
         """Make a job with as many tasks as possible."""
         tasks = 1
-        if layout.sizes.parts > 1:
+        if layout.parts > 1:
             outputs = {tensor.name for tensor in layout.outputs}
             # A single task if outputs may overlap inputs in a client's memory, which one part could
             # overwrite before another reads them, or if inputs must first be copied to the arena.
             copies = any(is_copied(tensor) for tensor in layout.inputs)
             if not copies and not outputs & not_in_place_of(layout, regions):
-                tasks = len(pieces_of(layout.problem, layout.sizes.parts))
+                tasks = len(pieces_of(layout.problem, layout.parts))
         sums = tasks > 1 and bool(layout.partial_sums)
         return cls(layout, base, regions, tasks, sums, layout.problem.lane)
 
@@ -111,7 +111,7 @@ def not_in_place_of(layout: TensorLayout, regions: tuple[RegionSlice, ...]) -> f
     shared = [tensor for tensor in (*layout.inputs, *layout.outputs) if tensor.offset is None]
     found = not_in_place(
         {name: regions[region] for name, _, _, region in shared if region is not None},
-        layout.sizes.outputs,
+        layout.problem.outputs,
         {tensor.name: tensor.spec for tensor in shared},
     )
     return frozenset(found)

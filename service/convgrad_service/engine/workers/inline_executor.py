@@ -100,7 +100,7 @@ class InlineExecutor:
         if layout.problem.computes != (layout.problem,):
             return  # an examination, which takes longer than its compute_s
         in_arena = tensor_layout_of(layout.problem)
-        if in_arena.size_bytes > _MAX_BYTES or has_index_inputs(layout.sizes):
+        if in_arena.size_bytes > _MAX_BYTES or has_index_inputs(layout.problem):
             return
         if len(self._trials) >= _MAX_LAYOUTS:
             self._trials.clear()

@@ -46,7 +46,7 @@ def _in_region(
 
 def pieces_of_part(layout: TensorLayout, part: int | None) -> Mapping[int, Piece]:
     """Return the pieces of one part of a split problem, or of all, by number."""
-    pieces = dict(enumerate(pieces_of(layout.problem, layout.sizes.parts)))
+    pieces = dict(enumerate(pieces_of(layout.problem, layout.parts)))
     if part is None:
         return pieces
     return {part: pieces[part]} if part in pieces else {}
@@ -70,7 +70,7 @@ def run_pieces(
         for name, spec, offset, _ in layout.partial_sums
         if offset is not None
     }
-    sums_of = partial_sums_of(layout.problem, layout.sizes.parts)
+    sums_of = partial_sums_of(layout.problem, layout.parts)
     results = []
     for number, piece in pieces.items():
         own_sums = {
@@ -93,7 +93,7 @@ def run_pieces(
 def _add_up(layout: TensorLayout, sums: Arrays, inputs: Arrays) -> Arrays:
     """Add up partial sums, leaving them unchanged so that another worker can start again."""
     problem = layout.problem
-    pieces = pieces_of(problem, layout.sizes.parts)
+    pieces = pieces_of(problem, layout.parts)
     read_by_pieces = {name for piece in pieces for name in piece.inputs}
     others = {}
     for name in problem.inputs.keys() - read_by_pieces:
@@ -138,7 +138,7 @@ def region_arrays(
         if isinstance(each, np.ndarray):
             each.flags.writeable = False
     outputs = {tensor.name: array(tensor) for tensor in layout.outputs}
-    whole = layout.sizes.parts == 1
+    whole = layout.parts == 1
     read = {name for piece in pieces.values() for name in piece.inputs}
     for name, _, offset, region in layout.inputs:
         if offset is not None or region is None or not (whole or name in read):

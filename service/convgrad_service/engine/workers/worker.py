@@ -297,7 +297,7 @@ def compile_ahead(
     backend: ServingBackend, layout: TensorLayout, part: int | None = None
 ) -> Future[None] | None:
     """Start compiling what `run_job` needs; see `ServingBackend.compile_ahead`."""
-    if layout.sizes.parts == 1:
+    if layout.parts == 1:
         return backend.compile_ahead(layout.problem.computes)
     pieces = pieces_of_part(layout, part).values()
     return backend.compile_ahead([piece.problem for piece in pieces])
@@ -318,7 +318,7 @@ def run_job(
     Raises what the backend raises, and InvalidProblem if a client truncated its shared memory.
     """
     layout = job.layout
-    pieces = {} if layout.sizes.parts == 1 else pieces_of_part(layout, part)
+    pieces = {} if layout.parts == 1 else pieces_of_part(layout, part)
     if job.regions:
         inputs, outputs = region_arrays(backend, arena, mappings, layout, job, pieces)
         not_direct = not_in_place_of(layout, job.regions)
@@ -331,7 +331,7 @@ def run_job(
         if not isinstance(outputs[name], np.ndarray):
             raise InvalidProblem(f"the output {name} overlaps another tensor of the request")
         targets[name] = np.empty_like(outputs[name])
-    if layout.sizes.parts == 1:
+    if layout.parts == 1:
         own = {
             name: array.copy() if name in not_direct else array for name, array in inputs.items()
         }
