@@ -38,7 +38,13 @@ from convgrad_service.engine.memory.tensor_layout import TensorLayout, unpack_la
 from convgrad_service.engine.options import WorkerRecipe
 from convgrad_service.engine.scheduling.task import Job, JobResult, not_in_place_of, result_of
 from convgrad_service.engine.shm.mappings import RegionMappings
-from convgrad_service.engine.workers.parts import Arrays, pieces_of_part, region_arrays, run_pieces
+from convgrad_service.engine.workers.parts import (
+    Arrays,
+    job_arrays,
+    pieces_of_part,
+    run_pieces,
+    use_resident,
+)
 from convgrad_service.examination import examined
 from convgrad_service.process import lower_priority, set_switch_interval, without_traceback
 
@@ -319,12 +325,11 @@ def run_job(
     """
     layout = job.layout
     pieces = {} if layout.parts == 1 else pieces_of_part(layout, part)
+    inputs, outputs = job_arrays(arena, mappings, job)
+    not_direct = frozenset[str]()
     if job.regions:
-        inputs, outputs = region_arrays(backend, arena, mappings, layout, job, pieces)
+        use_resident(backend, job, pieces, inputs, outputs)
         not_direct = not_in_place_of(layout, job.regions)
-    else:
-        inputs, outputs = _arena_arrays(arena, layout, job.base)
-        not_direct = frozenset()
     # Rarely, kernels cannot use a tensor where it is: they get a copy, or compute into one.
     targets = dict(outputs)
     for name in not_direct & outputs.keys():
@@ -353,18 +358,3 @@ def run_job(
     if job.regions:
         mappings.check({each.region for each in job.regions})
     return result
-
-
-def _arena_arrays(arena: Arena, layout: TensorLayout, base: int) -> tuple[Arrays, Arrays]:
-    """Return the read-only inputs and the outputs of a job without shared memory."""
-    inputs, outputs = (
-        {
-            name: arena.array(base + offset, spec)
-            for name, spec, offset, _ in tensors
-            if offset is not None
-        }
-        for tensors in (layout.inputs, layout.outputs)
-    )
-    for array in inputs.values():
-        array.flags.writeable = False
-    return inputs, outputs
