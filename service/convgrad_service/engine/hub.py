@@ -191,7 +191,7 @@ class Hub:
 
     def compute_inline(self, backend: InlineBackend) -> None:
         """Compute small problems in this process from now on."""
-        self.inline_executor = InlineExecutor(self, backend, self.regions.descriptor)
+        self.inline_executor = InlineExecutor(self, backend, self.regions)
 
     def admit(self) -> None:
         """Raise if a new request would be refused; see `Status.admit`."""
