@@ -20,7 +20,7 @@ from convgrad_service.engine.ipc.frontend import (
     SubmitJob,
     Welcome,
 )
-from convgrad_service.engine.memory.arena import Arena, FreeList, Lease
+from convgrad_service.engine.memory.arena import Arena, FreeList, Lease, LeasePool
 from convgrad_service.engine.options import InlineBackend
 from convgrad_service.engine.scheduling.quotas import Caller, Ticket
 from convgrad_service.engine.scheduling.task import Job, JobHandle, JobResult, OnPartDone
@@ -86,7 +86,7 @@ class RemoteHub:
         self._numbers = itertools.count()
         self._pending: dict[int, asyncio.Future[Any]] = {}
         self._jobs: dict[int, _RemoteJob] = {}
-        self._pocket = FreeList(0, 0)
+        self._pocket = LeasePool(FreeList(0, 0))
         self._layouts = InternTable()
         self._recording: asyncio.TimerHandle | None = None
         self._line, self._reported_line = 0, 0
@@ -166,9 +166,9 @@ class RemoteHub:
     ) -> Lease:
         # Only the hub can acquire regions.
         if size_bytes <= _POCKET_BLOCK_BYTES and not text and not regions:
-            offset = self._pocket.allocate(size_bytes)
-            if offset is not None:
-                return Lease(offset, size_bytes, self._free_pocket)
+            lease = self._pocket.try_reserve(size_bytes)
+            if lease is not None:
+                return lease
         number = next(self._numbers)
         arguments = number, size_bytes, text, tuple(regions)
 
@@ -183,9 +183,6 @@ class RemoteHub:
         lease = Lease(offset, size_bytes, release)
         lease.regions = lease_regions
         return lease
-
-    def _free_pocket(self, lease: Lease) -> None:
-        self._pocket.free(lease.offset, lease.size_bytes)
 
     def submit(
         self,
@@ -247,7 +244,7 @@ class RemoteHub:
         else:
             assert isinstance(message, Welcome)  # noqa: S101
             self.limit_bytes = message.limit_bytes
-            self._pocket = FreeList(*message.pocket)
+            self._pocket = LeasePool(FreeList(*message.pocket))
             self._update_status(message.status)
 
     def _update_status(self, status: Status) -> None:

@@ -92,6 +92,16 @@ class FreeList:
             del self._offsets[index + 1], self._sizes[index + 1]
 
 
+def memory_file(name: str, size_bytes: int) -> int:
+    """Create an anonymous memory file; raises OSError."""
+    descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, size_bytes)
+    # Any process that shrank the file would make the others crash on their next access.
+    seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+    return descriptor
+
+
 class Arena:
     """``size_bytes`` of shared memory, mapped into this process.
 
@@ -107,12 +117,7 @@ class Arena:
     @classmethod
     def create(cls, size_bytes: int) -> Arena:
         """Create an arena; raises OSError if the system has no memfd."""
-        descriptor = os.memfd_create("convgrad-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(descriptor, size_bytes)
-        # Any process that shrank the file would make the others crash on their next access.
-        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
-        return cls(descriptor)
+        return cls(memory_file("convgrad-arena", size_bytes))
 
     @property
     def address(self) -> int:

@@ -61,16 +61,18 @@ class Job(NamedTuple):
         The shared memory that it uses, in the layout's order.
     tasks
         The number of parts that are scheduled separately.
-    sums
-        Whether a last task adds up partial sums.
     """
 
     layout: TensorLayout
     base: int
     regions: tuple[RegionSlice, ...] = ()
     tasks: int = 1
-    sums: bool = False
     lane: Lane = Lane.BY_SIZE
+
+    @property
+    def sums(self) -> bool:
+        """Whether a last task adds up partial sums."""
+        return self.tasks > 1 and bool(self.layout.partial_sums)
 
     @property
     def device(self) -> int | None:
@@ -97,8 +99,7 @@ class Job(NamedTuple):
             copies = any(is_copied(tensor) for tensor in layout.inputs)
             if not copies and not outputs & not_in_place_of(layout, regions):
                 tasks = len(pieces_of(layout.problem, layout.parts))
-        sums = tasks > 1 and bool(layout.partial_sums)
-        return cls(layout, base, regions, tasks, sums, layout.problem.lane)
+        return cls(layout, base, regions, tasks, layout.problem.lane)
 
 
 def is_copied(tensor: PlacedTensor) -> bool:

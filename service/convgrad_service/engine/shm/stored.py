@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import fcntl
 import os
 import re
 import time
@@ -20,7 +19,7 @@ from typing import Any, NamedTuple
 from convgrad.contract import Operation
 from convgrad.errors import MalformedRequest, NotFound, Overloaded, ProblemTooLarge
 from convgrad.wire.sentences import shown
-from convgrad_service.engine.memory.arena import Arena
+from convgrad_service.engine.memory.arena import Arena, memory_file
 from convgrad_service.engine.shm.registry import RegionPart, RegionRegistry, out_of_files
 from convgrad_service.problems.base import TensorSpec
 
@@ -314,17 +313,12 @@ def stored_fields(operation: Operation, fields: Mapping[str, Any]) -> dict[str, 
 
 
 def _memory_file(size_bytes: int) -> int:
-    """Create a memory file whose size is sealed."""
     try:
-        descriptor = os.memfd_create("convgrad-stored", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        return memory_file("convgrad-stored", size_bytes)
     except OSError as error:
         if error.errno in (errno.EMFILE, errno.ENFILE):
             raise out_of_files() from None
         raise
-    os.ftruncate(descriptor, size_bytes)
-    seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
-    return descriptor
 
 
 def _check_name(name: str) -> None:
