@@ -36,11 +36,38 @@ def _frame(message: Any) -> bytes:
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
 
+class MessageTypes:
+    """Encodes named tuples as (type number, *fields).
+
+    Pickling the names of their classes takes 3 to 7 % of a small request's time.
+    """
+
+    def __init__(self, *types: type[tuple[Any, ...]]) -> None:
+        self._types = types
+        self._numbers = {each: number for number, each in enumerate(types)}
+
+    def encode(self, message: Any) -> Any:
+        """Return the plain tuple for a message; other objects are returned unchanged."""
+        number = self._numbers.get(type(message))
+        return message if number is None else (number, *message)
+
+    def decode(self, plain: Any) -> Any:
+        """Return the message for a plain tuple."""
+        if self._types and type(plain) is tuple:
+            return self._types[plain[0]](*plain[1:])
+        return plain
+
+
+NO_TYPES = MessageTypes()
+
+
 class Channel(asyncio.Protocol):
     """An end on an event loop: ``received`` is called for each message, ``lost`` at the end."""
 
-    def __init__(self, received: Callable[[Any], None], lost: Callable[[], None]) -> None:
-        self._received, self._lost = received, lost
+    def __init__(
+        self, received: Callable[[Any], None], lost: Callable[[], None], types: MessageTypes
+    ) -> None:
+        self._received, self._lost, self._types = received, lost, types
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._bytes = b""
@@ -50,11 +77,15 @@ class Channel(asyncio.Protocol):
 
     @classmethod
     async def open(
-        cls, end: socket.socket, received: Callable[[Any], None], lost: Callable[[], None]
+        cls,
+        end: socket.socket,
+        received: Callable[[Any], None],
+        lost: Callable[[], None],
+        types: MessageTypes = NO_TYPES,
     ) -> Channel:
         """Open a channel on a socket, which the channel closes."""
         loop = asyncio.get_running_loop()
-        _, channel = await loop.create_unix_connection(lambda: cls(received, lost), sock=end)
+        _, channel = await loop.create_unix_connection(lambda: cls(received, lost, types), sock=end)
         return channel
 
     def send(self, message: Any) -> None:
@@ -62,18 +93,18 @@ class Channel(asyncio.Protocol):
 
         Each write wakes the other process. Messages are dropped if the other end is closed.
         """
-        self._outgoing.append(_frame(message))
+        self._outgoing.append(_frame(self._types.encode(message)))
         if not self._flush_scheduled:
             self._flush_scheduled = True
             self._loop.call_soon(self.flush)
 
     def send_lazily(self, message: Any) -> None:
         """Send a message with the next write, whenever that is."""
-        self._lazy.append(_frame(message))
+        self._lazy.append(_frame(self._types.encode(message)))
 
     def send_now(self, message: Any) -> None:
         """Send a message immediately."""
-        self._outgoing.append(_frame(message))
+        self._outgoing.append(_frame(self._types.encode(message)))
         self.flush()
 
     def close(self) -> None:
@@ -102,7 +133,7 @@ class Channel(asyncio.Protocol):
                 break
             message = pickle.loads(memoryview(data)[at + _LENGTH_BYTES : end])  # noqa: S301
             at = end
-            self._received(message)
+            self._received(self._types.decode(message))
         self._bytes = data[at:]
 
     def connection_lost(self, error: Exception | None) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 from convgrad_service.engine.hub import Status
 from convgrad_service.engine.ipc.channel import Channel, InternTable, Ping, Pong
 from convgrad_service.engine.ipc.frontend import (
+    TYPES,
     Call,
     Drain,
     PartDone,
@@ -96,7 +97,7 @@ class RemoteHub:
     async def open(self, channel_end: Any) -> None:
         """Connect, and return once the hub has a backend."""
         self._welcomed = asyncio.get_running_loop().create_future()
-        self._channel = await Channel.open(channel_end, self._received, self._lost)
+        self._channel = await Channel.open(channel_end, self._received, self._lost, TYPES)
         await self._welcomed
 
     @property
@@ -195,7 +196,8 @@ class RemoteHub:
         handle = self._jobs[number] = _RemoteJob(number, lease, on_part_done, done)
         lease.retain()
         interned = self._layouts.intern(job.layout.packed)
-        self._channel.send_now(SubmitJob(number, interned, job[1:], deadline_s))
+        plain = job.base, job.regions, job.tasks, int(job.lane)
+        self._channel.send_now(SubmitJob(number, interned, plain, deadline_s))
         return handle
 
     def cancel(self, handle: JobHandle) -> None:
@@ -259,7 +261,8 @@ class RemoteHub:
             job.lease.release()
             waiting = job.done
             if value is not None:
-                value, job.waited_s = value
+                *fields, job.waited_s = value
+                value = JobResult(*fields)
         else:
             waiting = self._pending.get(reply.number)
         if waiting is None or waiting.done():
