@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 from convgrad.errors import ServiceError
-from convgrad_service.engine.shm.registry import RegionSlice
 
 _LENGTH_BYTES = 4
 _READ_BYTES = 64 * 1024
@@ -29,6 +28,14 @@ Interned = tuple[int, bytes | None]
 
 NewRegion = tuple[int, bytes | None, int]
 """A region to be opened: its number, and what `RegionRegistry.extent` returns."""
+
+
+Plain = Sequence[tuple[Any, ...]]
+
+
+def as_plain(tuples: Sequence[tuple[Any, ...]]) -> Plain:
+    """Return named tuples as plain ones: see `MessageTypes`."""
+    return tuple(map(tuple, tuples))
 
 
 def _frame(message: Any) -> bytes:
@@ -245,7 +252,7 @@ class RunTask(NamedTuple):
     number: int
     interned: Interned
     base: int
-    regions: tuple[RegionSlice, ...]
+    regions: Plain
     part: int | None
     new_regions: Sequence[NewRegion]
     brief: bool

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,7 +22,9 @@ from convgrad_service.engine.ipc.channel import (
     Interned,
     MessageTypes,
     Ping,
+    Plain,
     Pong,
+    as_plain,
 )
 from convgrad_service.engine.memory.arena import Lease
 from convgrad_service.engine.memory.tensor_layout import TensorLayout, unpack_layout
@@ -189,12 +191,13 @@ class FrontEnd:
         self._on_listening(port, failure)
 
     async def reserve(
-        self, number: int, size_bytes: int, text: bool = False, regions: Sequence[RegionPart] = ()
-    ) -> tuple[int, int, tuple[RegionSlice, ...]]:
+        self, number: int, size_bytes: int, text: bool = False, regions: Plain = ()
+    ) -> tuple[int, int, Plain]:
         """Return the extent and regions of a new lease, known by ``number``; see `Hub.reserve`."""
-        lease = await self._hub.reserve(size_bytes, text=text, regions=regions)
+        parts = [RegionPart(*each) for each in regions]
+        lease = await self._hub.reserve(size_bytes, text=text, regions=parts)
         self._held[number] = lease
-        return lease.offset, lease.size_bytes, lease.regions
+        return lease.offset, lease.size_bytes, as_plain(lease.regions)
 
     def release(self, number: int) -> None:
         """Release a lease or ticket, or leave the queue for it; it is absent if it was refused."""
@@ -232,7 +235,8 @@ class FrontEnd:
         if packed is not None:
             self._layouts[slot] = unpack_layout(packed)
         base, regions, tasks, lane = message.job
-        job = Job(self._layouts[slot], base, regions, tasks, Lane(lane))
+        slices = tuple(RegionSlice(*each) for each in regions)
+        job = Job(self._layouts[slot], base, slices, tasks, Lane(lane))
         on_part_done = partial(self._part_done, number)
         task = self._hub.scheduler.submit(job, message.deadline_s, on_part_done)
         self._tasks[number] = task

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from convgrad_service.engine.hub import Status
-from convgrad_service.engine.ipc.channel import Channel, InternTable, Ping, Pong
+from convgrad_service.engine.ipc.channel import Channel, InternTable, Ping, Pong, as_plain
 from convgrad_service.engine.ipc.frontend import (
     TYPES,
     Call,
@@ -25,7 +25,7 @@ from convgrad_service.engine.memory.arena import Arena, FreeList, Lease, LeasePo
 from convgrad_service.engine.options import InlineBackend
 from convgrad_service.engine.scheduling.quotas import Caller, Ticket
 from convgrad_service.engine.scheduling.task import Job, JobHandle, JobResult, OnPartDone
-from convgrad_service.engine.shm.registry import RegionPart
+from convgrad_service.engine.shm.registry import RegionPart, RegionSlice
 from convgrad_service.engine.telemetry.record import Record
 from convgrad_service.engine.workers.inline_executor import InlineExecutor
 
@@ -171,7 +171,7 @@ class RemoteHub:
             if lease is not None:
                 return lease
         number = next(self._numbers)
-        arguments = number, size_bytes, text, tuple(regions)
+        arguments = number, size_bytes, text, as_plain(regions)
 
         def release(_: object) -> None:
             self.notify("release", number)
@@ -182,7 +182,7 @@ class RemoteHub:
             release(None)
             raise
         lease = Lease(offset, size_bytes, release)
-        lease.regions = lease_regions
+        lease.regions = tuple(RegionSlice(*each) for each in lease_regions)
         return lease
 
     def submit(
@@ -196,8 +196,8 @@ class RemoteHub:
         handle = self._jobs[number] = _RemoteJob(number, lease, on_part_done, done)
         lease.retain()
         interned = self._layouts.intern(job.layout.packed)
-        plain = job.base, job.regions, job.tasks, int(job.lane)
-        self._channel.send_now(SubmitJob(number, interned, plain, deadline_s))
+        fields = job.base, as_plain(job.regions), job.tasks, int(job.lane)
+        self._channel.send_now(SubmitJob(number, interned, fields, deadline_s))
         return handle
 
     def cancel(self, handle: JobHandle) -> None:

@@ -28,6 +28,7 @@ from convgrad_service.engine.ipc.channel import (
     Pong,
     Probe,
     ProbeResult,
+    as_plain,
 )
 from convgrad_service.engine.memory.arena import Arena
 from convgrad_service.engine.options import WorkerRecipe
@@ -151,7 +152,8 @@ class ProcessWorker:
         brief = task.part is None and not self._tasks and slot in self._brief
         self._tasks[number] = task, slot
         # The fields of `RunTask`: a plain tuple is pickled faster.
-        self._jobs.send_now((number, interned, job.base, job.regions, task.part, new, brief))
+        regions = as_plain(job.regions)
+        self._jobs.send_now((number, interned, job.base, regions, task.part, new, brief))
 
     def has_used(self, job: Job) -> int:
         return sum(self._used.get(each.region) == each.version for each in job.regions)

@@ -38,6 +38,7 @@ from convgrad_service.engine.memory.tensor_layout import TensorLayout, unpack_la
 from convgrad_service.engine.options import WorkerRecipe
 from convgrad_service.engine.scheduling.task import Job, JobResult, not_in_place_of, result_of
 from convgrad_service.engine.shm.mappings import RegionMappings
+from convgrad_service.engine.shm.registry import RegionSlice
 from convgrad_service.engine.workers.parts import (
     Arrays,
     job_arrays,
@@ -179,7 +180,7 @@ class _Worker:
             if (compiling := self._compile_ahead(task, layout)) is not None:
                 self._suspend(task.number, compiling)
                 return
-            job = Job(layout, task.base, task.regions)
+            job = Job(layout, task.base, tuple(RegionSlice(*each) for each in task.regions))
             result = run_job(self._backend, self._arena, self._mappings, job, cancelled, task.part)
         except ServiceError as error:
             result = without_traceback(error)
