@@ -134,38 +134,13 @@ class Arrivals:
         grpc.aio.AbortError
             The message did not arrive in time, and the call has been ended with that error.
         """
-        with self._arriving(call, deadline or Deadline.after(self.longest_s)):
+        with _Arrival(self, call, deadline or Deadline.after(self.longest_s)):
             message = await call.rpc.read()
             if message is EOF:
                 raise MalformedRequest("the call ended without its message")
             if await call.rpc.read() is not EOF:
                 raise MalformedRequest("the call has a second message; expected one")
         return bytes(message)
-
-    @contextmanager
-    def _arriving(self, call: Call, deadline: Deadline) -> Iterator[None]:
-        """End the call if its message does not arrive in time."""
-        loop = asyncio.get_running_loop()
-        timer = loop.call_later(_AT_ONCE_S, lambda: late())
-
-        def late() -> None:
-            nonlocal timer
-            if not self.permits.take(call):
-                call.end_with(
-                    Overloaded(
-                        f"{self.permits.count} messages are being received, the maximum",
-                        retry_after_s=RETRY_AFTER_S,
-                    )
-                )
-                return
-            remaining_s = max(deadline.remaining_s, 0.0)
-            timer = loop.call_later(remaining_s, lambda: call.end_with(deadline.exceeded()))
-
-        try:
-            yield
-        finally:
-            timer.cancel()
-            self.permits.leave(call)
 
     @contextmanager
     def stream(self, call: Call) -> Iterator[None]:
@@ -225,6 +200,37 @@ class Arrivals:
     def release(self, size_bytes: int) -> None:
         """Stop counting a message."""
         self.held_bytes -= size_bytes
+
+
+class _Arrival:
+    """Ends a call whose message does not arrive in time, for the length of a ``with`` block."""
+
+    __slots__ = ("_arrivals", "_call", "_deadline", "_timer")
+
+    def __init__(self, arrivals: Arrivals, call: Call, deadline: Deadline) -> None:
+        self._arrivals, self._call, self._deadline = arrivals, call, deadline
+
+    def __enter__(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(_AT_ONCE_S, self._late)
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.cancel()
+        self._arrivals.permits.leave(self._call)
+
+    def _late(self) -> None:
+        permits = self._arrivals.permits
+        if not permits.take(self._call):
+            self._call.end_with(
+                Overloaded(
+                    f"{permits.count} messages are being received, the maximum",
+                    retry_after_s=RETRY_AFTER_S,
+                )
+            )
+            return
+        remaining_s = max(self._deadline.remaining_s, 0.0)
+        self._timer = asyncio.get_running_loop().call_later(
+            remaining_s, lambda: self._call.end_with(self._deadline.exceeded())
+        )
 
 
 class Answers:
