@@ -51,7 +51,7 @@ def known(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def counted(self: Pipeline, entry: tuple[str, Hashable | None]) -> PreparedRequest | None:
         prepared = known(self, entry)
         if prepared is not None:
-            found.append(prepared.layout.sizes.operation)
+            found.append(prepared.layout.problem.operation)
         return prepared
 
     monkeypatch.setattr(Pipeline, "_cached", counted)

@@ -139,7 +139,7 @@ def summed(operation: str, given: dict[str, Any]) -> dict[str, Any]:
 
     request = validate(OPERATIONS[operation].request, given)
     problem = problem_from(operation, request)
-    count = tensor_layout_of(problem).sizes.parts
+    count = tensor_layout_of(problem).parts
     assert count >= SUM_PARTS
     cpu = CpuBackend(threads=1)
     return run_in_pieces(problem, request.tensors(), count, lambda p, t: cpu.run(p, t).outputs)

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from convgrad.errors import DeadlineExceeded, ProblemTooLarge
-from convgrad_service.engine.memory.tensor_layout import ProblemSize
+from convgrad_service.problems import Problem
 
 # A token bucket for refusals; more are allowed if the last in line would otherwise wait too long.
 _REFUSALS_PER_S, _REFUSAL_BURST = 10.0, 16.0
@@ -329,7 +329,7 @@ class Limits:
     problem_flops: float | None = None
     output_ratio: float | None = None
 
-    def check(self, problem: ProblemSize) -> None:
+    def check(self, problem: Problem) -> None:
         """Raise ProblemTooLarge if ``problem`` exceeds a limit."""
         needed = problem.memory_bytes
         if self.problem_bytes is not None and needed > self.problem_bytes:
@@ -344,7 +344,7 @@ class Limits:
             )
         self._check_outputs(problem)
 
-    def _check_outputs(self, problem: ProblemSize) -> None:
+    def _check_outputs(self, problem: Problem) -> None:
         if self.output_ratio is None:
             return
         inputs = sum(spec.size_bytes for spec in problem.inputs.values())

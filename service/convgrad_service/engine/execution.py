@@ -143,7 +143,7 @@ class Execution:
         layout = self.layout
         if not streamed or self._job.tasks == 1 or self._to_store or not _can_stream(layout):
             return await self._compute(None)
-        progress = Progress(layout.problem, layout.sizes.parts, self._compute_request.deadline)
+        progress = Progress(layout.problem, layout.parts, self._compute_request.deadline)
         self._computing = await progress.first(self._compute(progress.part_done))
         if self._computing.done():
             return self._computing.result()
@@ -192,9 +192,9 @@ class Execution:
 
     async def _compute(self, on_part_done: OnPartDone | None) -> Result:
         job_result = self._try_inline() or await self._compute_by_worker(on_part_done)
-        sizes, timings = self.layout.sizes, self._compute_request.timings
-        timings.flops += sizes.flops
-        timings.compulsory_bytes += sizes.compulsory_bytes
+        timings = self._compute_request.timings
+        timings.flops += self.layout.flops
+        timings.compulsory_bytes += self.layout.compulsory_bytes
         if self._to_store:
             owner = self._compute_request.owner
             await call_hub(self._engine, TensorStore.commit, owner, self._to_store)
@@ -242,8 +242,8 @@ class Execution:
         return Report(
             backend=self._engine.backend,
             kernel=job_result.kernel,
-            flops=self.layout.sizes.flops,
-            bytes=self.layout.sizes.compulsory_bytes,
+            flops=self.layout.flops,
+            bytes=self.layout.compulsory_bytes,
             compute_s=job_result.compute_s,
             pieces=job_result.pieces,
             workspace_bytes=job_result.workspace_bytes,
@@ -316,4 +316,5 @@ def _can_stream(layout: TensorLayout) -> bool:
     They cannot if an index in an input may turn out to be invalid, or if all are sums over parts.
     """
     sums = {tensor.name for tensor in layout.partial_sums}
-    return not has_index_inputs(layout.sizes) and not sums >= layout.sizes.outputs.keys()
+    outputs = {tensor.name for tensor in layout.outputs}
+    return not has_index_inputs(layout.problem) and not sums >= outputs

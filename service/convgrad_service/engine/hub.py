@@ -5,9 +5,7 @@ Front ends in other processes use it through `ipc.remote_hub.RemoteHub`.
 
 from __future__ import annotations
 
-import asyncio
 import inspect
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -193,7 +191,7 @@ class Hub:
 
     def compute_inline(self, backend: InlineBackend) -> None:
         """Compute small problems in this process from now on."""
-        self.inline_executor = InlineExecutor(self, backend, self.regions.descriptor)
+        self.inline_executor = InlineExecutor(self, backend, self.regions)
 
     def admit(self) -> None:
         """Raise if a new request would be refused; see `Status.admit`."""
@@ -214,57 +212,29 @@ class Hub:
         """Count a request towards its key's quota; see `Quotas.acquire`."""
         return self.quotas.acquire(caller)
 
-    def reserve(
+    async def reserve(
         self, size_bytes: int, *, text: bool = False, regions: Sequence[RegionPart] = ()
-    ) -> asyncio.Future[Lease]:
+    ) -> Lease:
         """Reserve memory for tensors or, with ``text``, a JSON body; the caller releases the lease.
 
         ``regions`` stay open as long as the lease; their slices are its ``regions``.
 
-        Raises, directly or through the future, ProblemTooLarge and Overloaded; for regions NotFound
-        and InvalidProblem.
+        Raises ProblemTooLarge and Overloaded; for regions NotFound and InvalidProblem.
         """
-        pool = self.texts if text else self._pool_for(size_bytes)
-        slices = self.regions.acquire(regions)
+        slices = self.regions.acquire(regions) if regions else ()
         try:
-            future = pool.reserve(size_bytes, time.monotonic() + self._wait_s)
-        except ServiceError:
+            lease = None if text else self.memory.try_reserve(size_bytes)
+            if lease is None and not text and size_bytes <= SMALL_REQUEST_BYTES:
+                lease = self.reserve_memory.try_reserve(size_bytes)
+            if lease is None:
+                pool = self.texts if text else self.memory
+                lease = await pool.reserve(size_bytes, self._wait_s)
+        except BaseException:
             self.regions.release(slices)
             raise
-
-        def attach(future: asyncio.Future[Lease]) -> None:
-            if future.cancelled() or future.exception() is not None:
-                self.regions.release(slices)
-            else:
-                future.result().attach(slices, self.regions.release)
-
-        if future.done():
-            attach(future)
-        elif slices:
-            # The future's first callback: it runs before whoever awaits the lease continues.
-            future.add_done_callback(attach)
-        return future
-
-    def try_reserve(self, size_bytes: int, regions: Sequence[RegionPart] = ()) -> Lease | None:
-        """Reserve memory for tensors if it is free now."""
-        lease = self._pool_for(size_bytes).try_reserve(size_bytes)
-        if lease is not None and regions:
-            try:
-                lease.attach(self.regions.acquire(regions), self.regions.release)
-            except ServiceError:
-                lease.release()
-                raise
+        if regions:
+            lease.attach(slices, self.regions.release)
         return lease
-
-    def _pool_for(self, size_bytes: int) -> LeasePool:
-        """Return the reserve if only it has memory for a small request now, or the main pool."""
-        if (
-            size_bytes <= SMALL_REQUEST_BYTES
-            and not self.memory.can_grant(size_bytes)
-            and self.reserve_memory.can_grant(size_bytes)
-        ):
-            return self.reserve_memory
-        return self.memory
 
     def submit(
         self,

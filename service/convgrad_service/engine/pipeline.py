@@ -30,10 +30,9 @@ from convgrad_service.engine.admission import (
 )
 from convgrad_service.engine.engine import Engine, call_hub
 from convgrad_service.engine.execution import Execution, PreparedRequest, Result, abandon
-from convgrad_service.engine.memory.arena import Lease, leased, out_of_memory
+from convgrad_service.engine.memory.arena import Lease, out_of_memory
 from convgrad_service.engine.memory.tensor_layout import (
     outputs_to_store,
-    problem_size,
     region_parts,
     tensor_layout_of,
 )
@@ -272,7 +271,7 @@ class Pipeline:
                         inline=inline,
                     )
                     if validated.store:
-                        specs = outputs_to_store(validated, problem_size(problem), regions)
+                        specs = outputs_to_store(validated, problem, regions)
                         to_store = await call_hub(self.engine, TensorStore.allocate, specs)
                         outputs = {
                             name: to_store[validated.store[name]] for name in validated.store
@@ -330,7 +329,7 @@ class Pipeline:
         validated = validate(operation.request, fields)
         problem = problem_from(operation.name, validated)
         for computed in problem.computes:
-            self.limits.check(problem_size(computed))
+            self.limits.check(computed)
         if decoded.refuse is not None:
             decoded.refuse(validated, problem)
         return validated, problem
@@ -352,15 +351,9 @@ class Pipeline:
     ) -> Lease:
         size_bytes = prepared.layout.size_bytes
         if ticket is not None:
-            await ticket.charge(size_bytes, prepared.layout.sizes.flops)
-        if prepared.layout.sizes.parts == 1:
-            lease = self.engine.try_reserve(size_bytes, prepared.parts)
-            if lease is not None:
-                return lease
-        started_s = time.monotonic()
-        lease = await leased(self.engine.reserve(size_bytes, regions=prepared.parts))
-        request.timings.add("queue", time.monotonic() - started_s)
-        return lease
+            await ticket.charge(size_bytes, prepared.layout.flops)
+        with request.timings.stage("queue"):
+            return await self.engine.reserve(size_bytes, regions=prepared.parts)
 
 
 def _apply_timeout(request: ComputeRequest, timeout_s: float | None) -> None:
@@ -373,7 +366,7 @@ def _apply_timeout(request: ComputeRequest, timeout_s: float | None) -> None:
 def _prepared(
     request: Request, problem: Problem, regions: Parts, decoded: Decoded
 ) -> PreparedRequest:
-    shared = region_parts(problem_size(problem), regions) if regions else {}
+    shared = region_parts(problem, regions) if regions else {}
     layout = tensor_layout_of(problem, tuple(shared))
     parts = tuple(shared.values())
     return PreparedRequest(request, layout, parts, decoded.timeout_s, decoded.notes, None)

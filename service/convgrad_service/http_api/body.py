@@ -19,7 +19,7 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 from convgrad.errors import DeadlineExceeded, MalformedRequest, PayloadTooLarge, RequestTimeout
 from convgrad_service.engine.admission import CancelScope, ClientGone, Deadline
 from convgrad_service.engine.engine import Engine
-from convgrad_service.engine.memory.arena import Lease, leased
+from convgrad_service.engine.memory.arena import Lease
 from convgrad_service.engine.options import MAX_TRANSFER_S
 from convgrad_service.engine.request import SMALL_BYTES
 from convgrad_service.engine.telemetry.record import RequestContext
@@ -354,7 +354,7 @@ async def small_body(
 
 
 async def _place(engine: Engine, size: int) -> Text:
-    lease = await leased(engine.reserve(size, text=True))
+    lease = await engine.reserve(size, text=True)
     return Text(engine.arena.view(lease.offset, size), lease)
 
 

@@ -18,7 +18,7 @@ from convgrad.wire.json_tensors import encode_tensor
 from convgrad.wire.shapes import data_view, dtype_of
 from convgrad_service.engine.engine import call_hub
 from convgrad_service.engine.execution import abandon
-from convgrad_service.engine.memory.arena import Lease, leased
+from convgrad_service.engine.memory.arena import Lease
 from convgrad_service.engine.pipeline import Pipeline
 from convgrad_service.engine.scheduling.quotas import Ticket, acquired
 from convgrad_service.engine.shm.stored import TensorStore
@@ -165,7 +165,7 @@ class _StoredTensor:
             )
         if ticket is not None:
             await ticket.charge(spec.size_bytes)
-        lease = await leased(self._engine.reserve(spec.size_bytes))
+        lease = await self._engine.reserve(spec.size_bytes)
         try:
             yield lease, self._engine.arena.array(lease.offset, spec)
         finally:
@@ -177,7 +177,7 @@ class _StoredTensor:
         media_type = choose_accepted(accept, _MEDIA_TYPES, SAFETENSORS)
         owner = context_of(request.scope).owner
         spec, part = (await call_hub(self._engine, TensorStore.find, owner, [name]))[name]
-        lease = await leased(self._engine.reserve(spec.size_bytes))
+        lease = await self._engine.reserve(spec.size_bytes)
         try:
             await call_hub(self._engine, TensorStore.read, part, lease.offset)
             array = self._engine.arena.array(lease.offset, spec)

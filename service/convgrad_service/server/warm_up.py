@@ -40,7 +40,7 @@ from convgrad.wire.sentences import shown
 from convgrad.wire.shapes import checked_dtype, checked_shape
 from convgrad_service.backends.base import ServingBackend
 from convgrad_service.backends.cuda.nvrtc import CompileError
-from convgrad_service.engine.memory.tensor_layout import pieces_of, problem_size
+from convgrad_service.engine.memory.tensor_layout import count_parts, pieces_of
 from convgrad_service.problems import Problem, problem_from
 
 _log = logging.getLogger("convgrad.warm_up")
@@ -82,7 +82,7 @@ def warm_up(path: Path, backend: ServingBackend) -> None:
     problems = [
         piece.problem
         for problem in read_warm_up(path)
-        for piece in pieces_of(problem, problem_size(problem).parts)
+        for piece in pieces_of(problem, count_parts(problem))
     ]
     problems = list(dict.fromkeys(problems))
     for problem in problems:

@@ -1,15 +1,15 @@
 """A front end in another process, as the hub sees it; `remote_hub` is the other end.
 
 The front end gets a pocket: a part of the arena from which it leases small blocks itself, so that
-a small request takes one message to the hub and one back. Nested named tuples are sent as plain
-tuples: pickling their class names would take longer than the rest of the message.
+a small request takes one message to the hub and one back.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,7 +22,9 @@ from convgrad_service.engine.ipc.channel import (
     Interned,
     MessageTypes,
     Ping,
+    Plain,
     Pong,
+    as_plain,
 )
 from convgrad_service.engine.memory.arena import Lease
 from convgrad_service.engine.memory.tensor_layout import TensorLayout, unpack_layout
@@ -34,6 +36,7 @@ from convgrad_service.engine.workers.child_process import START_S
 from convgrad_service.problems.base import Lane
 
 POCKET_BYTES = 4 * 2**20
+_POCKET = -1  # its number, as a lease
 
 
 class Welcome(NamedTuple):
@@ -49,7 +52,7 @@ class Drain(NamedTuple):
 
 
 class SubmitJob(NamedTuple):
-    """Submit a `Job`, whose layout is interned and whose other fields are the plain ``job``."""
+    """Submit a `Job`, whose layout is interned and whose other fields are in ``job``."""
 
     number: int
     interned: Interned
@@ -70,24 +73,19 @@ class Call(NamedTuple):
     options: Mapping[str, Any]
 
 
-class JobDone(NamedTuple):
-    """The reply to `SubmitJob`: the `JobResult`, and how long the job waited."""
-
-    number: int
-    result: tuple[Any, ...]
-    waited_s: float
-
-
 class PartDone(NamedTuple):
     """The `JobResult` of one part of a job."""
 
     number: int
     part: int
-    result: tuple[Any, ...]
+    result: JobResult
 
 
 class Reply(NamedTuple):
-    """The reply to the message with this number."""
+    """The reply to the message with this number.
+
+    The ``value`` for a `SubmitJob` has the fields of `JobResult`, and how long the job waited.
+    """
 
     number: int
     value: Any = None
@@ -95,19 +93,7 @@ class Reply(NamedTuple):
     cancelled: bool = False
 
 
-TYPES = MessageTypes(
-    SubmitJob,
-    JobDone,
-    PartDone,
-    Call,
-    Reply,
-    Record,
-    Status,
-    Welcome,
-    Drain,
-    Ping,
-    Pong,
-)
+TYPES = MessageTypes(SubmitJob, PartDone, Call, Reply, Record, Status, Welcome, Drain, Ping, Pong)
 
 
 class FrontEnd:
@@ -121,20 +107,23 @@ class FrontEnd:
         self._channel: Channel | None = None
         self._is_listening, self._starting_s = False, 0.0
         self._heartbeat = Heartbeat()
-        self._leases: dict[int, asyncio.Future[Lease]] = {}
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._held: dict[int, Lease | CountedTicket] = {}
         self._tasks: dict[int, Task | TaskGroup] = {}
         self._layouts: dict[int, TensorLayout] = {}
-        self._tickets: dict[int, CountedTicket] = {}
 
     async def serve(self, channel_end: Any) -> None:
         """Serve the front end until its end of the channel is closed."""
         gone = asyncio.Event()
-        pocket = await self._reserve_pocket()
+        pocket: tuple[int, int] = 0, 0
+        # If the arena is full, this front end reserves every block through the hub.
+        with contextlib.suppress(Overloaded):
+            size_bytes = min(POCKET_BYTES, self._hub.limit_bytes // 16)
+            pocket = (await self.reserve(_POCKET, size_bytes))[:2]
         try:
             self._channel = await Channel.open(channel_end, self._received, gone.set, TYPES)
             self._hub.watchers.append(self._send)
-            extent = (0, 0) if pocket is None else (pocket.offset, pocket.size_bytes)
-            self._send(Welcome(self._hub.status, self._hub.limit_bytes, extent))
+            self._send(Welcome(self._hub.status, self._hub.limit_bytes, pocket))
             await gone.wait()
         finally:
             if self._channel is not None:
@@ -146,21 +135,11 @@ class FrontEnd:
                 self._hub.cancel(task)
             # Until then, workers may still write to its memory.
             done = asyncio.gather(*(task.done for task in tasks), return_exceptions=True)
-            done.add_done_callback(lambda _: self._release_all(pocket))
+            done.add_done_callback(lambda _: self._release_all())
 
-    async def _reserve_pocket(self) -> Lease | None:
-        try:
-            return await self._hub.reserve(min(POCKET_BYTES, self._hub.limit_bytes // 16))
-        except Overloaded:
-            return None  # the arena is full: this front end reserves every block through the hub
-
-    def _release_all(self, pocket: Lease | None) -> None:
-        for number in list(self._leases):
-            self.release_lease(number)
-        for ticket in self._tickets.values():
-            ticket.release()
-        if pocket is not None:
-            pocket.release()
+    def _release_all(self) -> None:
+        for number in [*self._calls, *self._held]:
+            self.release(number)
 
     def drain(self) -> None:
         """Ask it to finish its requests and exit."""
@@ -202,37 +181,29 @@ class FrontEnd:
         if not inspect.isawaitable(result):
             self._send(Reply(call.number, result))
             return
-        future = asyncio.ensure_future(result)
-        if future.done():
-            self._reply(call.number, future)
-        else:
-            future.add_done_callback(partial(self._reply, call.number))
+        future = self._calls[call.number] = asyncio.ensure_future(result)
+        future.add_done_callback(lambda _: self._calls.pop(call.number))
+        future.add_done_callback(partial(self._reply, call.number))
 
     def listening(self, port: int, failure: str | None) -> None:
         """Note that it listens on ``port``, or cannot because of ``failure``."""
         self._is_listening = True
         self._on_listening(port, failure)
 
-    def reserve(
-        self, number: int, size_bytes: int, text: bool, parts: Sequence[tuple[Any, ...]]
-    ) -> asyncio.Future[Lease]:
-        """See `Hub.reserve`; the lease is known by ``number``."""
-        regions = [RegionPart(*part) for part in parts]
-        lease = self._leases[number] = self._hub.reserve(size_bytes, text=text, regions=regions)
+    async def reserve(
+        self, number: int, size_bytes: int, text: bool = False, regions: Plain = ()
+    ) -> tuple[int, int, Plain]:
+        """Return the extent and regions of a new lease, known by ``number``; see `Hub.reserve`."""
+        parts = [RegionPart(*each) for each in regions]
+        lease = await self._hub.reserve(size_bytes, text=text, regions=parts)
+        self._held[number] = lease
+        return lease.offset, lease.size_bytes, as_plain(lease.regions)
 
-        def forget_refused(lease: asyncio.Future[Lease]) -> None:
-            if lease.cancelled() or lease.exception() is not None:
-                self._leases.pop(number, None)
-
-        lease.add_done_callback(forget_refused)
-        return lease
-
-    def release_lease(self, number: int) -> None:
-        """Release a lease, or leave the queue for it."""
-        lease = self._leases.pop(number, None)
-        if lease is None or lease.cancel() or lease.cancelled() or lease.exception() is not None:
-            return
-        lease.result().release()
+    def release(self, number: int) -> None:
+        """Release a lease or ticket, or leave the queue for it; it is absent if it was refused."""
+        call = self._calls.get(number)
+        if (call is None or not call.cancel()) and number in self._held:
+            self._held.pop(number).release()
 
     def report_waiting(self, length: int) -> None:
         """See `Hub.report_waiting`."""
@@ -240,16 +211,13 @@ class FrontEnd:
 
     def acquire_ticket(self, number: int, caller: Caller) -> None:
         """Acquire a quota ticket, known by ``number``."""
-        self._tickets[number] = self._hub.quotas.acquire(caller)
+        self._held[number] = self._hub.quotas.acquire(caller)
 
-    def charge_ticket(self, number: int, size_bytes: int, flops: int) -> None:
+    async def charge_ticket(self, number: int, size_bytes: int, flops: int) -> None:
         """See `Ticket.charge`."""
-        self._tickets[number].charge_now(size_bytes, flops)
-
-    def release_ticket(self, number: int) -> None:
-        """Release a ticket; it is absent if it was refused while its caller was cancelled."""
-        if (ticket := self._tickets.pop(number, None)) is not None:
-            ticket.release()
+        ticket = self._held[number]
+        assert isinstance(ticket, CountedTicket)  # noqa: S101
+        await ticket.charge(size_bytes, flops)
 
     def cancel_job(self, number: int) -> None:
         """Cancel a job unless it is done."""
@@ -266,43 +234,35 @@ class FrontEnd:
         slot, packed = message.interned
         if packed is not None:
             self._layouts[slot] = unpack_layout(packed)
-        base, regions, tasks, sums, lane = message.job
+        base, regions, tasks, lane = message.job
         slices = tuple(RegionSlice(*each) for each in regions)
-        job = Job(self._layouts[slot], base, slices, tasks, sums, Lane(lane))
+        job = Job(self._layouts[slot], base, slices, tasks, Lane(lane))
         on_part_done = partial(self._part_done, number)
         task = self._hub.scheduler.submit(job, message.deadline_s, on_part_done)
         self._tasks[number] = task
         task.done.add_done_callback(partial(self._job_done, number, task))
 
     def _part_done(self, number: int, part: int, result: JobResult) -> None:
-        self._send(PartDone(number, part, tuple(result)))
+        self._send(PartDone(number, part, result))
 
     def _job_done(
         self, number: int, task: Task | TaskGroup, done: asyncio.Future[JobResult]
     ) -> None:
         del self._tasks[number]
-        if done.cancelled() or done.exception() is not None:
-            self._reply(number, done)
-            return
-        assert self._channel is not None  # noqa: S101
-        self._channel.send_now(JobDone(number, tuple(done.result()), task.waited_s or 0.0))
+        self._reply(number, done, task.waited_s or 0.0)
 
-    def _reply(self, number: int, done: asyncio.Future[Any]) -> None:
+    def _reply(self, number: int, done: asyncio.Future[Any], waited_s: float | None = None) -> None:
         if done.cancelled():
             reply = Reply(number, cancelled=True)
         elif (error := done.exception()) is not None:
             reply = Reply(number, error=error)
         else:
-            reply = Reply(number, _plain(done.result()))
-        self._send(reply)
+            value = done.result()
+            # Its fields, as a plain tuple is pickled faster.
+            reply = Reply(number, value if waited_s is None else (*value, waited_s))
+        assert self._channel is not None  # noqa: S101
+        self._channel.send_now(reply)
 
     def _send(self, message: Any) -> None:
         assert self._channel is not None  # noqa: S101
         self._channel.send(message)
-
-
-def _plain(value: Any) -> Any:
-    """Return what is sent for a result: leases as offset and regions."""
-    if isinstance(value, Lease):
-        return value.offset, [tuple(each) for each in value.regions]
-    return value

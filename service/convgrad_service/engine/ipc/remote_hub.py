@@ -11,18 +11,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from convgrad_service.engine.hub import Status
-from convgrad_service.engine.ipc.channel import Channel, InternTable, Ping, Pong
+from convgrad_service.engine.ipc.channel import Channel, InternTable, Ping, Pong, as_plain
 from convgrad_service.engine.ipc.frontend import (
     TYPES,
     Call,
     Drain,
-    JobDone,
     PartDone,
     Reply,
     SubmitJob,
     Welcome,
 )
-from convgrad_service.engine.memory.arena import Arena, FreeList, Lease
+from convgrad_service.engine.memory.arena import Arena, FreeList, Lease, LeasePool
 from convgrad_service.engine.options import InlineBackend
 from convgrad_service.engine.scheduling.quotas import Caller, Ticket
 from convgrad_service.engine.scheduling.task import Job, JobHandle, JobResult, OnPartDone
@@ -59,7 +58,7 @@ class _RemoteTicket:
         await self._hub.invoke("", "charge_ticket", (self._number, size_bytes, flops), {})
 
     def release(self) -> None:
-        self._hub.notify("release_ticket", self._number)
+        self._hub.notify("release", self._number)
 
 
 class RemoteHub:
@@ -88,7 +87,7 @@ class RemoteHub:
         self._numbers = itertools.count()
         self._pending: dict[int, asyncio.Future[Any]] = {}
         self._jobs: dict[int, _RemoteJob] = {}
-        self._pocket = FreeList(0, 0)
+        self._pocket = LeasePool(FreeList(0, 0))
         self._layouts = InternTable()
         self._recording: asyncio.TimerHandle | None = None
         self._line, self._reported_line = 0, 0
@@ -163,44 +162,28 @@ class RemoteHub:
             raise
         return ticket
 
-    def reserve(
+    async def reserve(
         self, size_bytes: int, *, text: bool = False, regions: Sequence[RegionPart] = ()
-    ) -> asyncio.Future[Lease]:
-        leased: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
-        if not text and (lease := self.try_reserve(size_bytes, regions)) is not None:
-            leased.set_result(lease)
-            return leased
+    ) -> Lease:
+        # Only the hub can acquire regions.
+        if size_bytes <= _POCKET_BLOCK_BYTES and not text and not regions:
+            lease = self._pocket.try_reserve(size_bytes)
+            if lease is not None:
+                return lease
         number = next(self._numbers)
-        arguments = number, size_bytes, text, tuple(map(tuple, regions))
-        replied = self._invoke(number, "", "reserve", arguments, {})
+        arguments = number, size_bytes, text, as_plain(regions)
 
         def release(_: object) -> None:
-            self.notify("release_lease", number)
+            self.notify("release", number)
 
-        def granted(reply: asyncio.Future[tuple[int, Sequence[tuple[Any, ...]]]]) -> None:
-            if leased.cancelled():
-                return
-            if (error := reply.exception()) is not None:
-                leased.set_exception(error)
-            else:
-                offset, slices = reply.result()
-                lease = Lease(offset, size_bytes, release)
-                lease.regions = tuple(RegionSlice(*each) for each in slices)
-                leased.set_result(lease)
-
-        replied.add_done_callback(granted)
-        leased.add_done_callback(lambda _: release(None) if leased.cancelled() else None)
-        return leased
-
-    def try_reserve(self, size_bytes: int, regions: Sequence[RegionPart] = ()) -> Lease | None:
-        """Reserve memory from the pocket; only the hub can acquire ``regions``."""
-        if size_bytes > _POCKET_BLOCK_BYTES or regions:
-            return None
-        offset = self._pocket.allocate(size_bytes)
-        return None if offset is None else Lease(offset, size_bytes, self._free_pocket)
-
-    def _free_pocket(self, lease: Lease) -> None:
-        self._pocket.free(lease.offset, lease.size_bytes)
+        try:
+            offset, _, lease_regions = await self._invoke(number, "", "reserve", arguments, {})
+        except asyncio.CancelledError:
+            release(None)
+            raise
+        lease = Lease(offset, size_bytes, release)
+        lease.regions = tuple(RegionSlice(*each) for each in lease_regions)
+        return lease
 
     def submit(
         self,
@@ -213,8 +196,8 @@ class RemoteHub:
         handle = self._jobs[number] = _RemoteJob(number, lease, on_part_done, done)
         lease.retain()
         interned = self._layouts.intern(job.layout.packed)
-        plain = job.base, tuple(map(tuple, job.regions)), job.tasks, job.sums, int(job.lane)
-        self._channel.send_now(SubmitJob(number, interned, plain, deadline_s))
+        fields = job.base, as_plain(job.regions), job.tasks, int(job.lane)
+        self._channel.send_now(SubmitJob(number, interned, fields, deadline_s))
         return handle
 
     def cancel(self, handle: JobHandle) -> None:
@@ -247,16 +230,12 @@ class RemoteHub:
         self._channel.flush()
 
     def _received(self, message: Any) -> None:
-        if isinstance(message, JobDone):
-            handle = self._end_job(message.number)
-            handle.waited_s = message.waited_s
-            handle.done.set_result(JobResult(*message.result))
-        elif isinstance(message, Reply):
+        if isinstance(message, Reply):
             self._replied(message)
         elif isinstance(message, PartDone):
             job = self._jobs.get(message.number)
             if job is not None and job.on_part_done is not None:
-                job.on_part_done(message.part, JobResult(*message.result))
+                job.on_part_done(message.part, message.result)
         elif isinstance(message, Ping):
             self._heard_s = time.monotonic()
             self._channel.send(Pong())
@@ -267,7 +246,7 @@ class RemoteHub:
         else:
             assert isinstance(message, Welcome)  # noqa: S101
             self.limit_bytes = message.limit_bytes
-            self._pocket = FreeList(*message.pocket)
+            self._pocket = LeasePool(FreeList(*message.pocket))
             self._update_status(message.status)
 
     def _update_status(self, status: Status) -> None:
@@ -275,14 +254,15 @@ class RemoteHub:
         if status.backend and not self._welcomed.done():
             self._welcomed.set_result(None)
 
-    def _end_job(self, number: int) -> _RemoteJob:
-        handle = self._jobs.pop(number)
-        handle.lease.release()
-        return handle
-
     def _replied(self, reply: Reply) -> None:
-        if reply.number in self._jobs:
-            waiting: asyncio.Future[Any] | None = self._end_job(reply.number).done
+        value = reply.value
+        waiting: asyncio.Future[Any] | None
+        if (job := self._jobs.pop(reply.number, None)) is not None:
+            job.lease.release()
+            waiting = job.done
+            if value is not None:
+                *fields, job.waited_s = value
+                value = JobResult(*fields)
         else:
             waiting = self._pending.get(reply.number)
         if waiting is None or waiting.done():
@@ -293,4 +273,4 @@ class RemoteHub:
         elif reply.cancelled:
             waiting.cancel()
         else:
-            waiting.set_result(reply.value)
+            waiting.set_result(value)

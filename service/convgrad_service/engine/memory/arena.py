@@ -11,6 +11,7 @@ requests do not overtake a large one that waits.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import mmap
 import os
@@ -18,9 +19,8 @@ import time
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from mmap import PAGESIZE as PAGE_BYTES
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,10 +55,6 @@ class FreeList:
     def rounded(size_bytes: int) -> int:
         """Return the bytes that an allocation of ``size_bytes`` takes."""
         return max(PAGE_BYTES, -(-size_bytes // PAGE_BYTES) * PAGE_BYTES)
-
-    def fits(self, size_bytes: int) -> bool:
-        """Return whether `allocate` would find a block."""
-        return max(self._sizes, default=0) >= self.rounded(size_bytes)
 
     def allocate(self, size_bytes: int) -> int | None:
         """Return the offset of a new block, or None if no free block is large enough."""
@@ -96,6 +92,16 @@ class FreeList:
             del self._offsets[index + 1], self._sizes[index + 1]
 
 
+def memory_file(name: str, size_bytes: int) -> int:
+    """Create an anonymous memory file; raises OSError."""
+    descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, size_bytes)
+    # Any process that shrank the file would make the others crash on their next access.
+    seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+    return descriptor
+
+
 class Arena:
     """``size_bytes`` of shared memory, mapped into this process.
 
@@ -111,12 +117,7 @@ class Arena:
     @classmethod
     def create(cls, size_bytes: int) -> Arena:
         """Create an arena; raises OSError if the system has no memfd."""
-        descriptor = os.memfd_create("convgrad-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(descriptor, size_bytes)
-        # Any process that shrank the file would make the others crash on their next access.
-        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
-        return cls(descriptor)
+        return cls(memory_file("convgrad-arena", size_bytes))
 
     @property
     def address(self) -> int:
@@ -181,16 +182,6 @@ class Lease:
             self._on_release(self)
 
 
-async def leased(future: asyncio.Future[Lease]) -> Lease:
-    """Await a reservation; a lease granted just as the caller is cancelled is released."""
-    try:
-        return await future
-    except asyncio.CancelledError:
-        if future.done() and not future.cancelled() and future.exception() is None:
-            future.result().release()
-        raise
-
-
 def out_of_memory() -> DeviceOutOfMemory:
     """Return the error for a machine with less memory than the arena was configured for."""
     return DeviceOutOfMemory(
@@ -198,11 +189,9 @@ def out_of_memory() -> DeviceOutOfMemory:
     )
 
 
-@dataclass(slots=True, eq=False)
-class _Waiting:
+class _Turn(NamedTuple):
     size_bytes: int
-    future: asyncio.Future[Lease]
-    timer: asyncio.TimerHandle
+    granted: asyncio.Future[Lease]
     since_s: float
 
 
@@ -227,7 +216,7 @@ class LeasePool:
         # Only whole pages can be discarded.
         self._keep_end = blocks.start + -(-kept // PAGE_BYTES) * PAGE_BYTES
         self._discard = discard
-        self._waiting: deque[_Waiting] = deque()
+        self._waiting: deque[_Turn] = deque()
 
     def stop_discarding(self) -> None:
         """Return no more pages to the system."""
@@ -253,10 +242,6 @@ class LeasePool:
         """How long the first reservation in line has waited; 0 if there is none."""
         return time.monotonic() - self._waiting[0].since_s if self._waiting else 0.0
 
-    def can_grant(self, size_bytes: int) -> bool:
-        """Return whether `try_reserve` would return a lease."""
-        return not self._waiting and self._blocks.fits(size_bytes)
-
     def try_reserve(self, size_bytes: int) -> Lease | None:
         """Return a lease, or None if it would have to wait."""
         if self._waiting:
@@ -264,50 +249,41 @@ class LeasePool:
         offset = self._blocks.allocate(size_bytes)
         return None if offset is None else Lease(offset, size_bytes, self._released)
 
-    def reserve(self, size_bytes: int, until_s: float) -> asyncio.Future[Lease]:
-        """Return a future lease, granted as soon as its turn has come and memory is free.
-
-        At ``until_s`` (of time.monotonic()) the future fails with Overloaded. Cancelling it leaves
-        the queue.
+    async def reserve(self, size_bytes: int, wait_s: float) -> Lease:
+        """Return a lease as soon as its turn has come and memory is free.
 
         Raises
         ------
         ProblemTooLarge
             The pool is smaller than ``size_bytes``.
         Overloaded
-            The queue is full.
+            Memory is not free within ``wait_s``, or the queue for it is full.
         """
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[Lease] = loop.create_future()
         if (lease := self.try_reserve(size_bytes)) is not None:
-            future.set_result(lease)
-            return future
+            return lease
         if size_bytes > self.limit_bytes:
             raise ProblemTooLarge(
                 f"the request would hold {size_bytes:,} bytes of memory, more than the "
                 f"{self.limit_bytes:,} that this server has for all requests together"
             )
-        now_s = time.monotonic()
-        wait_s = until_s - now_s
-        if len(self._waiting) >= self._max_waiting or wait_s <= 0:
+        if len(self._waiting) >= self._max_waiting:
             raise self._overloaded(size_bytes)
-        timer = loop.call_later(wait_s, self._time_out, future, size_bytes)
-        self._waiting.append(_Waiting(size_bytes, future, timer, now_s))
-        future.add_done_callback(self._left)
-        return future
-
-    def _time_out(self, future: asyncio.Future[Lease], size_bytes: int) -> None:
-        if not future.done():
-            future.set_exception(self._overloaded(size_bytes))
-
-    def _left(self, future: asyncio.Future[Lease]) -> None:
-        # Granted or not, the one behind it may be next.
-        for waiting in self._waiting:
-            if waiting.future is future:
-                waiting.timer.cancel()
-                self._waiting.remove(waiting)
-                break
-        self._grant()
+        granted: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
+        turn = _Turn(size_bytes, granted, time.monotonic())
+        self._waiting.append(turn)
+        try:
+            async with asyncio.timeout(wait_s):
+                return await granted
+        except (TimeoutError, asyncio.CancelledError) as error:
+            if not granted.cancelled():  # it was granted just as the caller left
+                granted.result().release()
+            if isinstance(error, TimeoutError):
+                raise self._overloaded(size_bytes) from None
+            raise
+        finally:
+            with contextlib.suppress(ValueError):
+                self._waiting.remove(turn)
+                self._grant()  # it was in the way of others
 
     def _released(self, lease: Lease) -> None:
         first = max(lease.offset, self._keep_end)
@@ -330,13 +306,12 @@ class LeasePool:
     def _grant(self) -> None:
         """Grant leases from the front of the queue while memory lasts."""
         while self._waiting:
-            first = self._waiting[0]
-            if not first.future.done():
-                offset = self._blocks.allocate(first.size_bytes)
+            size_bytes, granted, _ = self._waiting[0]
+            if not granted.done():
+                offset = self._blocks.allocate(size_bytes)
                 if offset is None:
                     return
-                first.future.set_result(Lease(offset, first.size_bytes, self._released))
-            first.timer.cancel()
+                granted.set_result(Lease(offset, size_bytes, self._released))
             self._waiting.popleft()
 
     def _overloaded(self, size_bytes: int) -> Overloaded:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import pickle
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -136,33 +136,6 @@ def partial_sums_of(problem: Problem, parts: int) -> Mapping[str, PartialSums]:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class ProblemSize:
-    """The attributes of `Problem` of the same names, and the number of ``parts`` it is split in."""
-
-    operation: str
-    inputs: Mapping[str, TensorSpec]
-    outputs: Mapping[str, TensorSpec]
-    flops: int
-    memory_bytes: int
-    compulsory_bytes: int
-    parts: int = 1
-
-
-@lru_cache(maxsize=1024)
-def problem_size(problem: Problem) -> ProblemSize:
-    """Return the sizes of a problem."""
-    return ProblemSize(
-        problem.operation,
-        dict(problem.inputs),
-        dict(problem.outputs),
-        problem.flops,
-        problem.memory_bytes,
-        problem.compulsory_bytes,
-        count_parts(problem),
-    )
-
-
 class PlacedTensor(NamedTuple):
     """A tensor of a layout.
 
@@ -183,8 +156,12 @@ class TensorLayout:
 
     Attributes
     ----------
+    parts
+        The number of parts that the problem is split in.
     partial_sums
         The buffers for outputs that are sums over the problem's parts, see `PartialSums`.
+    flops, compulsory_bytes
+        The problem's.
     cost
         Of computing it, in FLOPs and their equivalent in memory traffic.
     packed
@@ -192,11 +169,13 @@ class TensorLayout:
     """
 
     problem: Problem
-    sizes: ProblemSize
+    parts: int
     inputs: tuple[PlacedTensor, ...]
     outputs: tuple[PlacedTensor, ...]
     partial_sums: tuple[PlacedTensor, ...]
     size_bytes: int
+    flops: int
+    compulsory_bytes: int
     cost: float
     packed: bytes
 
@@ -212,13 +191,11 @@ def tensor_layout_of(
 ) -> TensorLayout:
     """Lay out a problem's tensors; those named in ``shared`` are in shared memory.
 
-    ``parts`` overrides the number of parts in `ProblemSize`.
+    ``parts`` overrides the number of parts.
     """
-    sizes = problem_size(problem)
-    if parts is not None and parts != sizes.parts:
-        sizes = replace(sizes, parts=parts)
-    specs = _arena_specs(sizes, shared)
-    sums = partial_sums_of(problem, sizes.parts) if sizes.parts > 1 else {}
+    parts = parts or count_parts(problem)
+    specs = _arena_specs(problem, shared)
+    sums = partial_sums_of(problem, parts) if parts > 1 else {}
     starts, size_bytes = pack_offsets([*specs.values(), *(each.spec for each in sums.values())])
     offsets = dict(zip(specs, starts, strict=False))
 
@@ -232,22 +209,23 @@ def tensor_layout_of(
 
     return TensorLayout(
         problem,
-        sizes,
-        placed(sizes.inputs),
-        placed(sizes.outputs),
+        parts,
+        placed(problem.inputs),
+        placed(problem.outputs),
         tuple(
             PlacedTensor(name, each.spec, start, None)
             for (name, each), start in zip(sums.items(), starts[len(specs) :], strict=True)
         ),
         size_bytes,
-        float(min(sizes.flops + _FLOPS_PER_BYTE * sizes.compulsory_bytes, 10**300)),
-        pickle.dumps((problem, shared, sizes.parts), pickle.HIGHEST_PROTOCOL),
+        problem.flops,
+        problem.compulsory_bytes,
+        float(min(problem.flops + _FLOPS_PER_BYTE * problem.compulsory_bytes, 10**300)),
+        pickle.dumps((problem, shared, parts), pickle.HIGHEST_PROTOCOL),
     )
 
 
 def clear_layout_cache() -> None:
-    """Forget all sizes and layouts, for tests that change how problems are split."""
-    problem_size.cache_clear()
+    """Forget all layouts, for tests that change how problems are split."""
     tensor_layout_of.cache_clear()
 
 
@@ -260,7 +238,7 @@ def pack_offsets(specs: Iterable[TensorSpec]) -> tuple[list[int], int]:
     return offsets, end
 
 
-def _arena_specs(sizes: ProblemSize, shared: Collection[str]) -> dict[str, TensorSpec]:
+def _arena_specs(problem: Problem, shared: Collection[str]) -> dict[str, TensorSpec]:
     """Return the tensors that need memory in the arena, in order.
 
     Index inputs in shared memory are among them: they are copied before they are validated, because
@@ -268,39 +246,39 @@ def _arena_specs(sizes: ProblemSize, shared: Collection[str]) -> dict[str, Tenso
     """
     inputs = {
         name: spec
-        for name, spec in sizes.inputs.items()
+        for name, spec in problem.inputs.items()
         if name not in shared or spec.dtype in _INDEX_DTYPES
     }
-    return inputs | {name: spec for name, spec in sizes.outputs.items() if name not in shared}
+    return inputs | {name: spec for name, spec in problem.outputs.items() if name not in shared}
 
 
-def has_index_inputs(sizes: ProblemSize) -> bool:
+def has_index_inputs(problem: Problem) -> bool:
     """Return whether an input holds indices, so that a problem can fail while it is computed."""
-    return any(spec.dtype in _INDEX_DTYPES for spec in sizes.inputs.values())
+    return any(spec.dtype in _INDEX_DTYPES for spec in problem.inputs.values())
 
 
 def outputs_to_store(
-    request: Request, sizes: ProblemSize, regions: Mapping[str, RegionPart]
+    request: Request, problem: Problem, regions: Mapping[str, RegionPart]
 ) -> dict[str, TensorSpec]:
     """Return the outputs that the request wants stored on the server, by their new names."""
     specs: dict[str, TensorSpec] = {}
     for output, name in request.store.items():
-        if output not in sizes.outputs:
-            computed = ", ".join(sizes.outputs)
+        if output not in problem.outputs:
+            computed = ", ".join(problem.outputs)
             raise InvalidProblem(f"store names {shown(output)}; this request computes {computed}")
         if output in regions or name in specs:
             raise InvalidProblem(
                 f"store names {shown(name)} for {output}; expected distinct names, and no output "
                 "that goes to shared memory"
             )
-        specs[name] = sizes.outputs[output]
+        specs[name] = problem.outputs[output]
     return specs
 
 
-def region_parts(sizes: ProblemSize, regions: Mapping[str, RegionPart]) -> dict[str, RegionPart]:
+def region_parts(problem: Problem, regions: Mapping[str, RegionPart]) -> dict[str, RegionPart]:
     """Return the parts of regions that a problem uses, each cut to the size of its tensor."""
     parts = {}
-    for name, spec in (*sizes.inputs.items(), *sizes.outputs.items()):
+    for name, spec in (*problem.inputs.items(), *problem.outputs.items()):
         part = regions.get(name)
         if part is None:
             continue

@@ -162,10 +162,6 @@ class CountedTicket:
         self._released = False
 
     async def charge(self, size_bytes: int, flops: int = 0) -> None:
-        self.charge_now(size_bytes, flops)
-
-    def charge_now(self, size_bytes: int, flops: int = 0) -> None:
-        """Charge without awaiting; see `Ticket.charge`."""
         limit, usage = self._limits.inflight_bytes, self._usage
         if limit is not None and size_bytes > limit:
             usage.refused["inflight_bytes"] += 1

@@ -61,16 +61,18 @@ class Job(NamedTuple):
         The shared memory that it uses, in the layout's order.
     tasks
         The number of parts that are scheduled separately.
-    sums
-        Whether a last task adds up partial sums.
     """
 
     layout: TensorLayout
     base: int
     regions: tuple[RegionSlice, ...] = ()
     tasks: int = 1
-    sums: bool = False
     lane: Lane = Lane.BY_SIZE
+
+    @property
+    def sums(self) -> bool:
+        """Whether a last task adds up partial sums."""
+        return self.tasks > 1 and bool(self.layout.partial_sums)
 
     @property
     def device(self) -> int | None:
@@ -90,15 +92,14 @@ class Job(NamedTuple):
     def of(cls, layout: TensorLayout, base: int, regions: tuple[RegionSlice, ...]) -> Job:
         """Make a job with as many tasks as possible."""
         tasks = 1
-        if layout.sizes.parts > 1:
+        if layout.parts > 1:
             outputs = {tensor.name for tensor in layout.outputs}
             # A single task if outputs may overlap inputs in a client's memory, which one part could
             # overwrite before another reads them, or if inputs must first be copied to the arena.
             copies = any(is_copied(tensor) for tensor in layout.inputs)
             if not copies and not outputs & not_in_place_of(layout, regions):
-                tasks = len(pieces_of(layout.problem, layout.sizes.parts))
-        sums = tasks > 1 and bool(layout.partial_sums)
-        return cls(layout, base, regions, tasks, sums, layout.problem.lane)
+                tasks = len(pieces_of(layout.problem, layout.parts))
+        return cls(layout, base, regions, tasks, layout.problem.lane)
 
 
 def is_copied(tensor: PlacedTensor) -> bool:
@@ -111,7 +112,7 @@ def not_in_place_of(layout: TensorLayout, regions: tuple[RegionSlice, ...]) -> f
     shared = [tensor for tensor in (*layout.inputs, *layout.outputs) if tensor.offset is None]
     found = not_in_place(
         {name: regions[region] for name, _, _, region in shared if region is not None},
-        layout.sizes.outputs,
+        layout.problem.outputs,
         {tensor.name: tensor.spec for tensor in shared},
     )
     return frozenset(found)
@@ -225,15 +226,14 @@ class TaskGroup:
         cancel: Callable[[Task], None],
         last: Callable[[], Task] | None = None,
     ) -> None:
-        self.tasks = list(tasks)
+        self.tasks: list[Task] = []
         self.wanted = True
-        self.done: asyncio.Future[JobResult] = asyncio.get_running_loop().create_future()
-        self._on_part_done, self._cancel, self._last = on_part_done, cancel, last
-        self._results: dict[int, JobResult] = {}
-        self._remaining = len(tasks)
+        self._on_part_done, self._cancel = on_part_done, cancel
         self._error: BaseException | None = None
-        for number, task in enumerate(tasks):
-            task.done.add_done_callback(partial(self._task_done, number))
+        for task in tasks:
+            self._add(task)
+        self.done: asyncio.Future[JobResult] = asyncio.ensure_future(self._run(last))
+        self.done.add_done_callback(lambda done: done.cancelled() or done.exception())
 
     @property
     def waited_s(self) -> float | None:
@@ -241,41 +241,34 @@ class TaskGroup:
         waits = [task.waited_s for task in self.tasks if task.waited_s is not None]
         return min(waits, default=None)
 
-    def _task_done(self, number: int, done: asyncio.Future[JobResult]) -> None:
-        self._remaining -= 1
-        error = asyncio.CancelledError() if done.cancelled() else done.exception()
-        if error is None:
-            self._results[number] = done.result()
-            if self._on_part_done is not None and self._error is None:
-                self._on_part_done(number, done.result())
-        elif self._error is None:
-            self._error = error
-            for task in self.tasks:
-                if not task.done.done():
-                    self._cancel(task)
-        if self._remaining > 0 or self.done.done():
-            return
-        if self._last is None or self._error is not None or not self.wanted:
-            self._finish()
-        else:
-            self._start_last(self._last)
+    async def _run(self, last: Callable[[], Task] | None) -> JobResult:
+        await asyncio.wait([task.done for task in self.tasks])
+        if last is not None and self._error is None:
+            if not self.wanted:
+                raise asyncio.CancelledError
+            self._add(last())
+            await asyncio.wait([self.tasks[-1].done])
+        if self._error is not None:
+            raise self._error
+        elapsed_s = time.monotonic() - min(task.started_s or math.inf for task in self.tasks)
+        return merge_results([task.done.result() for task in self.tasks], elapsed_s)
 
-    def _start_last(self, last: Callable[[], Task]) -> None:
-        self._last = None
-        self._remaining = 1
-        task = last()
+    def _add(self, task: Task) -> None:
         task.done.add_done_callback(partial(self._task_done, len(self.tasks)))
         self.tasks.append(task)
 
-    def _finish(self) -> None:
-        if self._error is None and self._last is None:
-            started_s = min(task.started_s or math.inf for task in self.tasks)
-            results = [self._results[number] for number in sorted(self._results)]
-            self.done.set_result(merge_results(results, time.monotonic() - started_s))
-        elif self._error is None or isinstance(self._error, asyncio.CancelledError):
-            self.done.cancel()
-        else:
-            _fail(self.done, self._error)
+    def _task_done(self, number: int, done: asyncio.Future[JobResult]) -> None:
+        error = asyncio.CancelledError() if done.cancelled() else done.exception()
+        if self._error is not None:
+            return
+        if error is None:
+            if self._on_part_done is not None:
+                self._on_part_done(number, done.result())
+            return
+        self._error = error
+        for task in self.tasks:
+            if not task.done.done():
+                self._cancel(task)
 
 
 def _fail(future: asyncio.Future[JobResult], error: BaseException) -> None:

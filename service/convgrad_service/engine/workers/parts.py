@@ -46,7 +46,7 @@ def _in_region(
 
 def pieces_of_part(layout: TensorLayout, part: int | None) -> Mapping[int, Piece]:
     """Return the pieces of one part of a split problem, or of all, by number."""
-    pieces = dict(enumerate(pieces_of(layout.problem, layout.sizes.parts)))
+    pieces = dict(enumerate(pieces_of(layout.problem, layout.parts)))
     if part is None:
         return pieces
     return {part: pieces[part]} if part in pieces else {}
@@ -70,7 +70,7 @@ def run_pieces(
         for name, spec, offset, _ in layout.partial_sums
         if offset is not None
     }
-    sums_of = partial_sums_of(layout.problem, layout.sizes.parts)
+    sums_of = partial_sums_of(layout.problem, layout.parts)
     results = []
     for number, piece in pieces.items():
         own_sums = {
@@ -93,7 +93,7 @@ def run_pieces(
 def _add_up(layout: TensorLayout, sums: Arrays, inputs: Arrays) -> Arrays:
     """Add up partial sums, leaving them unchanged so that another worker can start again."""
     problem = layout.problem
-    pieces = pieces_of(problem, layout.sizes.parts)
+    pieces = pieces_of(problem, layout.parts)
     read_by_pieces = {name for piece in pieces for name in piece.inputs}
     others = {}
     for name in problem.inputs.keys() - read_by_pieces:
@@ -109,50 +109,53 @@ def _add_up(layout: TensorLayout, sums: Arrays, inputs: Arrays) -> Arrays:
     return totals
 
 
-def region_arrays(
-    backend: ServingBackend,
-    arena: Arena,
-    mappings: RegionMappings,
-    layout: TensorLayout,
-    job: Job,
-    pieces: Mapping[int, Piece],
-) -> tuple[Arrays, Arrays]:
-    """Return the inputs and outputs of a job with shared memory, of which ``pieces`` are computed.
-
-    Stored tensors are replaced by the backend's resident copies.
-    """
+def job_arrays(
+    arena: Arena, mappings: RegionMappings, job: Job
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the inputs, read-only, and the outputs of a job."""
 
     def array(tensor: PlacedTensor) -> Any:
         if tensor.offset is not None:
             return arena.array(job.base + tensor.offset, tensor.spec)
         return _in_region(tensor, job.regions, mappings)
 
-    for tensor in filter(is_copied, layout.inputs):
-        source = _in_region(tensor, job.regions, mappings)
-        if isinstance(source, np.ndarray):
-            np.copyto(array(tensor), source)
-        else:
-            source.read(array(tensor))
-    inputs = {tensor.name: array(tensor) for tensor in layout.inputs}
-    for each in inputs.values():
+    inputs = {}
+    for tensor in job.layout.inputs:
+        inputs[tensor.name] = each = array(tensor)
+        if is_copied(tensor):
+            source = _in_region(tensor, job.regions, mappings)
+            if isinstance(source, np.ndarray):
+                np.copyto(each, source)
+            else:
+                source.read(each)
         if isinstance(each, np.ndarray):
             each.flags.writeable = False
-    outputs = {tensor.name: array(tensor) for tensor in layout.outputs}
-    whole = layout.sizes.parts == 1
+    return inputs, {tensor.name: array(tensor) for tensor in job.layout.outputs}
+
+
+def use_resident(
+    backend: ServingBackend,
+    job: Job,
+    pieces: Mapping[int, Piece],
+    inputs: dict[str, Any],
+    outputs: dict[str, Any],
+) -> None:
+    """Replace the stored tensors of a job, of which ``pieces`` are computed, by resident copies."""
+    layout = job.layout
+    whole = layout.parts == 1
     read = {name for piece in pieces.values() for name in piece.inputs}
+    sums = {tensor.name for tensor in layout.partial_sums}
     for name, _, offset, region in layout.inputs:
         if offset is not None or region is None or not (whole or name in read):
             continue
         if (where := job.regions[region]).stored:
             inputs[name] = backend.resident(where.region, where.version, inputs[name])
-    sums = {tensor.name for tensor in layout.partial_sums}
     for name, _, offset, region in layout.outputs:
         if offset is not None or region is None or not (where := job.regions[region]).stored:
             continue
         # An output whose parts are computed by several devices is complete on none of them.
         if whole or (not pieces if name in sums else backend.devices == 1):
             outputs[name] = backend.resident_place(where.region, where.version, outputs[name])
-    return inputs, outputs
 
 
 def _run_piece(

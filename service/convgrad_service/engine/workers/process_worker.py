@@ -28,6 +28,7 @@ from convgrad_service.engine.ipc.channel import (
     Pong,
     Probe,
     ProbeResult,
+    as_plain,
 )
 from convgrad_service.engine.memory.arena import Arena
 from convgrad_service.engine.options import WorkerRecipe
@@ -150,8 +151,8 @@ class ProcessWorker:
         # Not for parts: their times differ, and the last one may be brief while others are not.
         brief = task.part is None and not self._tasks and slot in self._brief
         self._tasks[number] = task, slot
-        regions = tuple(map(tuple, job.regions))
-        # The fields of `RunTask`.
+        # The fields of `RunTask`: a plain tuple is pickled faster.
+        regions = as_plain(job.regions)
         self._jobs.send_now((number, interned, job.base, regions, task.part, new, brief))
 
     def has_used(self, job: Job) -> int:

@@ -39,7 +39,13 @@ from convgrad_service.engine.options import WorkerRecipe
 from convgrad_service.engine.scheduling.task import Job, JobResult, not_in_place_of, result_of
 from convgrad_service.engine.shm.mappings import RegionMappings
 from convgrad_service.engine.shm.registry import RegionSlice
-from convgrad_service.engine.workers.parts import Arrays, pieces_of_part, region_arrays, run_pieces
+from convgrad_service.engine.workers.parts import (
+    Arrays,
+    job_arrays,
+    pieces_of_part,
+    run_pieces,
+    use_resident,
+)
 from convgrad_service.examination import examined
 from convgrad_service.process import lower_priority, set_switch_interval, without_traceback
 
@@ -188,7 +194,6 @@ class _Worker:
         if not task.brief:
             with self._lock:
                 del self._running[task.number]
-        # A plain tuple: pickling the class's name would take longer than the rest.
         plain = tuple(result) if isinstance(result, JobResult) else result
         self._jobs.send((task.number, plain))
 
@@ -299,7 +304,7 @@ def compile_ahead(
     backend: ServingBackend, layout: TensorLayout, part: int | None = None
 ) -> Future[None] | None:
     """Start compiling what `run_job` needs; see `ServingBackend.compile_ahead`."""
-    if layout.sizes.parts == 1:
+    if layout.parts == 1:
         return backend.compile_ahead(layout.problem.computes)
     pieces = pieces_of_part(layout, part).values()
     return backend.compile_ahead([piece.problem for piece in pieces])
@@ -320,20 +325,19 @@ def run_job(
     Raises what the backend raises, and InvalidProblem if a client truncated its shared memory.
     """
     layout = job.layout
-    pieces = {} if layout.sizes.parts == 1 else pieces_of_part(layout, part)
+    pieces = {} if layout.parts == 1 else pieces_of_part(layout, part)
+    inputs, outputs = job_arrays(arena, mappings, job)
+    not_direct = frozenset[str]()
     if job.regions:
-        inputs, outputs = region_arrays(backend, arena, mappings, layout, job, pieces)
+        use_resident(backend, job, pieces, inputs, outputs)
         not_direct = not_in_place_of(layout, job.regions)
-    else:
-        inputs, outputs = _arena_arrays(arena, layout, job.base)
-        not_direct = frozenset()
     # Rarely, kernels cannot use a tensor where it is: they get a copy, or compute into one.
     targets = dict(outputs)
     for name in not_direct & outputs.keys():
         if not isinstance(outputs[name], np.ndarray):
             raise InvalidProblem(f"the output {name} overlaps another tensor of the request")
         targets[name] = np.empty_like(outputs[name])
-    if layout.sizes.parts == 1:
+    if layout.parts == 1:
         own = {
             name: array.copy() if name in not_direct else array for name, array in inputs.items()
         }
@@ -355,18 +359,3 @@ def run_job(
     if job.regions:
         mappings.check({each.region for each in job.regions})
     return result
-
-
-def _arena_arrays(arena: Arena, layout: TensorLayout, base: int) -> tuple[Arrays, Arrays]:
-    """Return the read-only inputs and the outputs of a job without shared memory."""
-    inputs, outputs = (
-        {
-            name: arena.array(base + offset, spec)
-            for name, spec, offset, _ in tensors
-            if offset is not None
-        }
-        for tensors in (layout.inputs, layout.outputs)
-    )
-    for array in inputs.values():
-        array.flags.writeable = False
-    return inputs, outputs

@@ -87,12 +87,13 @@ def test_messages_of_one_iteration_are_one_write_with_lazy_ones() -> None:
         channel.send_lazily(Name("later"))
         await asyncio.sleep(0.01)
         assert transport.writes == []
-        channel.send(Name("a"))
-        channel.send(Name("b"))
+        channel.send(Name("first"))
+        channel.send(Name("second"))
         assert transport.writes == []
         await asyncio.sleep(0.01)
         assert len(transport.writes) == 1
-        assert [transport.writes[0].count(word) for word in (b"later", b"a", b"b")] == [1, 2, 1]
+        words = b"later", b"first", b"second"
+        assert [transport.writes[0].count(word) for word in words] == [1, 1, 1]
         channel.send_lazily(Name("flushed"))
         channel.flush()
         assert len(transport.writes) == 2

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 
 from convgrad.errors import Overloaded, ProblemTooLarge
 from convgrad_service.engine.admission import Limits
-from convgrad_service.engine.memory.arena import PAGE_BYTES, FreeList, LeasePool
+from convgrad_service.engine.memory.arena import PAGE_BYTES, FreeList, Lease, LeasePool
 
 PAGES = 10
 
@@ -26,14 +25,14 @@ def run(scenario: Coroutine[Any, Any, None]) -> None:
     asyncio.run(scenario)
 
 
-def soon() -> float:
-    return time.monotonic() + 60
+def reserving(subject: LeasePool, size_bytes: int, wait_s: float = 60) -> asyncio.Task[Lease]:
+    return asyncio.ensure_future(subject.reserve(size_bytes, wait_s))
 
 
 def test_last_holder_frees_the_lease() -> None:
     async def scenario() -> None:
         subject = memory()
-        lease = await subject.reserve(3 * PAGE_BYTES - 1, soon())
+        lease = await subject.reserve(3 * PAGE_BYTES - 1, 60)
         assert subject.used_bytes == 3 * PAGE_BYTES
         lease.retain()
         lease.release()
@@ -48,10 +47,10 @@ def test_reservations_wait_in_order() -> None:
     async def scenario() -> None:
         subject = memory()
         with pytest.raises(ProblemTooLarge):
-            subject.reserve(PAGES * PAGE_BYTES + 1, soon())
-        first = await subject.reserve(6 * PAGE_BYTES, soon())
-        large = subject.reserve(8 * PAGE_BYTES, soon())
-        small = subject.reserve(1, soon())
+            await subject.reserve(PAGES * PAGE_BYTES + 1, 60)
+        first = await subject.reserve(6 * PAGE_BYTES, 60)
+        large = reserving(subject, 8 * PAGE_BYTES)
+        small = reserving(subject, 1)
         await asyncio.sleep(0)
         assert not large.done()
         assert not small.done(), "it overtook the large one, which could wait for ever"
@@ -66,11 +65,12 @@ def test_reservations_wait_in_order() -> None:
 def test_timeout_raises_overloaded_and_grants_the_next() -> None:
     async def scenario() -> None:
         subject = memory(max_waiting=2)
-        first = await subject.reserve(6 * PAGE_BYTES, soon())
-        large = subject.reserve(8 * PAGE_BYTES, time.monotonic() + 0.02)
-        small = subject.reserve(1, soon())
+        first = await subject.reserve(6 * PAGE_BYTES, 60)
+        large = reserving(subject, 8 * PAGE_BYTES, 0.02)
+        small = reserving(subject, 1)
+        await asyncio.sleep(0)
         with pytest.raises(Overloaded):
-            subject.reserve(8 * PAGE_BYTES, soon())  # two wait already
+            await subject.reserve(8 * PAGE_BYTES, 60)  # two wait already
         with pytest.raises(Overloaded) as refused:
             await large
         assert refused.value.retry_after_s
@@ -84,8 +84,9 @@ def test_timeout_raises_overloaded_and_grants_the_next() -> None:
 def test_cancelled_reservations_get_no_lease() -> None:
     async def scenario() -> None:
         subject = memory()
-        first = await subject.reserve(6 * PAGE_BYTES, soon())
-        leaving, staying = (subject.reserve(8 * PAGE_BYTES, soon()) for _ in range(2))
+        first = await subject.reserve(6 * PAGE_BYTES, 60)
+        leaving, staying = (reserving(subject, 8 * PAGE_BYTES) for _ in range(2))
+        await asyncio.sleep(0)
         leaving.cancel()
         first.release()
         (await staying).release()
@@ -101,7 +102,7 @@ def test_only_whole_pages_beyond_keep_bytes_are_discarded(keep_bytes: int) -> No
         subject = memory(
             keep_bytes=keep_bytes, discard=lambda offset, size: gone.append((offset, size))
         )
-        leases = [await subject.reserve(3 * PAGE_BYTES, soon()) for _ in range(3)]
+        leases = [await subject.reserve(3 * PAGE_BYTES, 60) for _ in range(3)]
         for lease in leases:
             lease.release()
         assert gone == [(4 * PAGE_BYTES, 2 * PAGE_BYTES), (6 * PAGE_BYTES, 3 * PAGE_BYTES)]
@@ -118,8 +119,8 @@ def test_large_blocks_are_discarded_in_a_thread_before_reuse() -> None:
             seen.wait(60)
 
         subject = LeasePool(FreeList(0, size), keep_bytes=0, discard=discard)
-        (await subject.reserve(size, soon())).release()
-        again = subject.reserve(size, soon())
+        (await subject.reserve(size, 60)).release()
+        again = reserving(subject, size)
         await asyncio.sleep(0.01)
         assert not again.done()
         seen.set()

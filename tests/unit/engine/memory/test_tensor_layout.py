@@ -224,8 +224,7 @@ def test_overlapping_input_and_output_make_a_single_task() -> None:
 
     def tasks(*regions: RegionSlice) -> int:
         arranged = tensor_layout_of(cut, ("grad_output", "grad_input"))
-        sizes = replace(arranged.sizes, parts=5)
-        return Job.of(replace(arranged, sizes=sizes), 0, regions).tasks
+        return Job.of(replace(arranged, parts=5), 0, regions).tasks
 
     given = RegionSlice(1, 0, file)
     assert tasks(given, RegionSlice(2, 0, (1, 3))) == 5  # in another file
@@ -248,10 +247,10 @@ def test_inputs_copied_from_shared_memory_make_a_single_task() -> None:
         ),
     )
     arranged = tensor_layout_of(cut, ("indices",))
-    several = replace(arranged, sizes=replace(arranged.sizes, parts=5))
+    several = replace(arranged, parts=5)
     assert Job.of(several, 0, (RegionSlice(1, 0, (1, 2)),)).tasks == 1
     apart = tensor_layout_of(cut, ("grad_output",))
-    several = replace(apart, sizes=replace(apart.sizes, parts=5))
+    several = replace(apart, parts=5)
     assert Job.of(several, 0, (RegionSlice(1, 0, (1, 2)),)).tasks == 5
 
 

@@ -8,7 +8,18 @@ import contextlib
 import pytest
 
 from convgrad.errors import Overloaded, ProblemTooLarge
-from convgrad_service.engine.scheduling.quotas import ANYBODY, Caller, KeyLimits, Quotas, acquired
+from convgrad_service.engine.scheduling.quotas import (
+    ANYBODY,
+    Caller,
+    KeyLimits,
+    Quotas,
+    Ticket,
+    acquired,
+)
+
+
+def charge(ticket: Ticket, size_bytes: int, flops: int = 0) -> None:
+    asyncio.run(ticket.charge(size_bytes, flops))
 
 
 def test_requests_in_flight() -> None:
@@ -30,15 +41,15 @@ def test_requests_in_flight() -> None:
 def test_bytes_in_flight() -> None:
     quotas, ada = Quotas(), Caller("ada", KeyLimits(inflight_bytes=1000))
     first, second = quotas.acquire(ada), quotas.acquire(ada)
-    first.charge_now(600)
-    second.charge_now(400)
+    charge(first, 600)
+    charge(second, 400)
     with pytest.raises(Overloaded, match=r"hold 1,000 of the 1,000 bytes .* this one needs 1"):
-        quotas.acquire(ada).charge_now(1)
+        charge(quotas.acquire(ada), 1)
     with pytest.raises(ProblemTooLarge, match="1,001 bytes, more than the 1,000 that the API key"):
-        second.charge_now(1001)
+        charge(second, 1001)
     first.release()
     assert quotas.used["ada"].size_bytes == 400
-    quotas.acquire(ada).charge_now(600)
+    charge(quotas.acquire(ada), 600)
 
 
 def test_request_rate_allows_a_burst_of_one_second() -> None:
@@ -71,19 +82,19 @@ def test_flops_rate() -> None:
     now_s = 100.0
     quotas, ada = Quotas(lambda: now_s), Caller("ada", KeyLimits(flops_per_s=1e9))
     # Larger than the bucket, which must not be refused for good.
-    quotas.acquire(ada).charge_now(0, 5 * 10**9)
+    charge(quotas.acquire(ada), 0, 5 * 10**9)
     now_s += 3.9
     with pytest.raises(
         Overloaded, match=r"'ada' has used its 1e\+09 FLOPs.* for the next 1.1 s"
     ) as refused:
-        quotas.acquire(ada).charge_now(0, 1)
+        charge(quotas.acquire(ada), 0, 1)
     assert refused.value.retry_after_s == pytest.approx(0.1)
     assert quotas.used["ada"].refused == {"flops_per_s": 1}
     now_s += 0.1
     for _ in range(10):  # from the refill on, the average is the rate
-        quotas.acquire(ada).charge_now(0, 10**9)
+        charge(quotas.acquire(ada), 0, 10**9)
         now_s += 1
-    quotas.acquire(ada).charge_now(2**40)  # storing a tensor charges no FLOPs
+    charge(quotas.acquire(ada), 2**40)  # storing a tensor charges no FLOPs
 
 
 def test_slow_request_rate_allows_single_requests() -> None:

@@ -182,10 +182,10 @@ def test_other_processes_use_the_layouts_number_of_parts(
     monkeypatch.setattr(parts, "PART_BYTES", 2**30)
     clear_layout_cache()
     found = original.packed
-    assert tensor_layout_of(problem()).sizes.parts == 1
+    assert tensor_layout_of(problem()).parts == 1
     from convgrad_service.engine.memory.tensor_layout import unpack_layout
 
     unpacked = unpack_layout(found)
-    assert unpacked.sizes.parts == original.sizes.parts == 4
+    assert unpacked.parts == original.parts == 4
     assert unpacked.partial_sums == original.partial_sums
     assert unpacked.size_bytes == original.size_bytes

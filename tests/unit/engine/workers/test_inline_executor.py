@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -53,7 +53,10 @@ def inline_executor(
     """Make an executor next to a hub whose workers run a backend named "sums"."""
     options = EngineOptions(tensor_bytes=10**6, text_bytes=10**5)
     hub = embedded_hub(Sums(), options)
-    yield hub, InlineExecutor(hub, InlineBackend(name, backend), files.__getitem__)
+    regions: Any = SimpleNamespace(
+        descriptor=files.__getitem__, extent=lambda _: (None, 2**20), on_closed=[]
+    )
+    yield hub, InlineExecutor(hub, InlineBackend(name, backend), regions)
     hub.close()
     assert hub.memory.used_bytes == 0
 
@@ -71,7 +74,7 @@ def test_layouts_that_a_worker_computed_fast_run_inline() -> None:
     def test() -> None:
         with inline_executor() as (hub, executor):
             layout = arranged("maxpool2d_fwd", POOL)
-            lease = hub.try_reserve(layout.size_bytes)
+            lease = hub.memory.try_reserve(layout.size_bytes)
             assert lease is not None
             given, made = layout.inputs[0], layout.outputs[0]
             assert given.offset is not None
@@ -172,6 +175,23 @@ def test_shared_memory_is_read_and_written_at_its_offsets(
     run(test)
     found = np.frombuffer(os.pread(files[2], 32, 0), np.float32)
     assert found.tolist() == [0, 0, 120, 120, 120, 120, 0, 0]
+
+
+def test_a_file_that_is_cut_off_while_it_is_mapped_is_an_error_of_the_request(
+    file: Callable[[bytes], int],
+) -> None:
+    files = {1: file(ARRAY.tobytes()), 2: file(bytes(32))}
+
+    def test() -> None:
+        with inline_executor(files=files) as (_, executor):
+            layout = arranged("maxpool2d_fwd", POOL, ("input", "output"))
+            executor.learn(layout, 1e-6)
+            assert executor.try_run(layout, 0, SHARED) is not None
+            os.ftruncate(files[1], 0)
+            with pytest.raises(InvalidProblem, match="has been shortened"):
+                executor.try_run(layout, 0, SHARED)
+
+    run(test)
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def called(operation: str = "grouped_conv_bwd_weight", timeout_s: float = 60.0) 
 def in_parts(fields: Any, operation: str = "grouped_conv_bwd_weight") -> Arrays:
     cut = problem(operation, **fields)
     request = validate(OPERATIONS[operation].request, fields)
-    count = tensor_layout_of(cut).sizes.parts
+    count = tensor_layout_of(cut).parts
     assert count > 1
     return run_in_pieces(cut, request.tensors(), count, lambda p, t: BACKEND.run(p, t).outputs)
 
