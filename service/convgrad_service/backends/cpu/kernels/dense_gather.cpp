@@ -33,8 +33,7 @@ namespace convgrad {
 namespace {
 
 constexpr int kErrorScratch = 1;
-// Of a result, how far ahead of the stores its lines are fetched.
-constexpr i64 kFetchedBytes = 4096;
+constexpr i64 kFetchedBytes = 4096;  // how far ahead of its stores a result's lines are fetched
 
 template <class E>
 struct Gather {
@@ -47,8 +46,7 @@ struct Gather {
   View source, weight, result;  // weight dimensions 1 and 2: result and source channels
   i64 source_channels, result_channels, blocks, taps;
   bool reads_in_place;
-  i64 images;
-  i64 pixel, slab_row, slab_plane, slab_image;
+  i64 images, pixel, slab_row, slab_plane, slab_image;
   i64 stage_w, stage_h;  // tile pixels along W and H
   i64 stage_image;       // elements
   T* panels;
@@ -182,8 +180,7 @@ struct Gather {
     for (; t.count > 0; t.advance()) {
       for (Progression r = taps_h; r.count > 0; r.advance()) {
         for (Progression s = taps_w; s.count > 0; s.advance()) {
-          if (last_step * w.step + s.base < 0) continue;
-          if (first_step * w.step + s.base >= w.source) continue;
+          if (last_step * w.step + s.base < 0 || first_step * w.step + s.base >= w.source) continue;
           const i64 a = (t.base - d.lowest) * slab_plane + (r.base - h.lowest) * slab_row +
                         (s.base - w.lowest) * pixel;
           const i64 tap = (t.tap * h.taps + r.tap) * w.taps + s.tap;
@@ -202,8 +199,7 @@ struct Gather {
     return count;
   }
 
-  // Of `lines` images from n on.
-  template <int lines>
+  template <int lines>  // images, from n on
   void run_tile(i64 n, i64 g, i64 td, i64 th, i64 tw, i64 first_block, i64 last_block) const {
     const i64 d0 = td * d.tile, h0 = th * h.tile, w0 = tw * w.tile;
     const i64 w_steps = least(w.tile, (w.result + w.phases - 1) / w.phases - w0);
@@ -227,7 +223,7 @@ struct Gather {
       const i64 ahead = most(kTileRows, kFetchedBytes / (columns * static_cast<i64>(sizeof(S))));
       const i64 stored = at_once ? result.stride[5] : kColumns;
       Product<T> product{nullptr, w.step * pixel, 1,
-                         panels + (g * blocks + block) * panel, 0, segments, 0,
+                         panels + (g * blocks + block) * panel, 0, segments, segment_count,
                          nullptr, w.phases * stored, false, slab_image,
                          at_once ? result.stride[0] : stage_image};
       if (at_once) product.last = static_cast<int>(columns - (vectors - 1) * kLanes<T>);
@@ -250,8 +246,8 @@ struct Gather {
               const i64 until = far ? least(steps, w.unchanged(taps_w, w0 + j) - w0) : steps;
               if (again || far) {
                 segment_count = list_taps(taps_d, taps_h, taps_w, w0 + j, w0 + until - 1);
+                product.segment_count = segment_count;
               }
-              product.segment_count = segment_count;
               const Cut cut = cut_rows(until - j, kTileRows / lines);
               for (i64 tile = 0; tile < cut.tiles; ++tile) {
                 const i64 rows = cut.base + (tile < cut.extra);
@@ -270,11 +266,11 @@ struct Gather {
           listed_d = taps_d;
           listed_h = taps_h;
           if (in_rows && !at_once) {
-            write_tile<lines>(n, g, block, columns, ud, ud + 1, uh, uh + 1, uw0, width);
+            write_tile(lines, n, g, block, columns, ud, ud + 1, uh, uh + 1, uw0, width);
           }
         }
       }
-      if (!in_rows) write_tile<lines>(n, g, block, columns, ud0, ud1, uh0, uh1, uw0, width);
+      if (!in_rows) write_tile(lines, n, g, block, columns, ud0, ud1, uh0, uh1, uw0, width);
     }
   }
 
@@ -284,9 +280,8 @@ struct Gather {
            uw * result.stride[5];
   }
 
-  // Announces the writing of pixels, steps of a phase from `uw` on, while others are computed: a
-  // store that misses the caches waits for its line, but a few at a time. Those past the end of a
-  // row are mostly the first of the next.
+  // Announces the writing of pixels, steps of a phase from `uw` on, while others are computed. Those
+  // past the end of a row are mostly the first of the next.
   template <int lines>
   CONVGRAD_INLINE void fetch_pixels(i64 n, i64 g, i64 block, i64 columns, i64 ud, i64 uh, i64 uw,
                                     i64 count) const {
@@ -299,17 +294,8 @@ struct Gather {
     }
   }
 
-  template <int lines>
-  void write_tile(i64 n, i64 g, i64 block, i64 columns, i64 ud0, i64 ud1, i64 uh0, i64 uh1,
-                  i64 uw0, i64 width) const {
-    for (int i = 0; i < lines; ++i) {
-      const T* staged = stage + i * stage_image;
-      write_image(n + i, staged, g, block, columns, ud0, ud1, uh0, uh1, uw0, width);
-    }
-  }
-
-  void write_image(i64 n, const T* staged, i64 g, i64 block, i64 columns, i64 ud0, i64 ud1,
-                   i64 uh0, i64 uh1, i64 uw0, i64 width) const {
+  void write_tile(int lines, i64 n0, i64 g, i64 block, i64 columns, i64 ud0, i64 ud1, i64 uh0,
+                  i64 uh1, i64 uw0, i64 width) const {
     const i64 channel = block * kColumns;
     const bool adds = args.accumulate.data != nullptr && args.beta != 0;
     const View& add = args.accumulate;
@@ -329,17 +315,20 @@ struct Gather {
     const bool joined = result.stride[4] == result.stride[5] * width &&
                         (!adds || add.stride[4] == add.stride[5] * width);
     const i64 at_once = joined ? uh1 - uh0 : 1;
-    for (i64 ud = ud0; ud < ud1; ++ud) {
-      for (i64 uh = uh0; uh < uh1; uh += at_once) {
-        const T* row = staged + ((ud - ud0) * stage_h + uh - uh0) * width * kColumns;
-        to.result = result_at(n, g, block, ud, uh, uw0);
-        to.accumulate = nullptr;
-        if (adds) {
-          to.accumulate = static_cast<const S*>(add.data) + n * add.stride[0] +
-                          g * add.stride[1] + channel * add.stride[2] + ud * add.stride[3] +
-                          uh * add.stride[4] + uw0 * add.stride[5];
+    for (i64 n = n0; n < n0 + lines; ++n) {
+      const T* staged = stage + (n - n0) * stage_image;
+      for (i64 ud = ud0; ud < ud1; ++ud) {
+        for (i64 uh = uh0; uh < uh1; uh += at_once) {
+          to.result = result_at(n, g, block, ud, uh, uw0);
+          to.accumulate = nullptr;
+          if (adds) {
+            to.accumulate = static_cast<const S*>(add.data) + n * add.stride[0] +
+                            g * add.stride[1] + channel * add.stride[2] + ud * add.stride[3] +
+                            uh * add.stride[4] + uw0 * add.stride[5];
+          }
+          const T* row = staged + ((ud - ud0) * stage_h + uh - uh0) * width * kColumns;
+          write_matrix<E>(row, kColumns, at_once * width, columns, to);
         }
-        write_matrix<E>(row, kColumns, at_once * width, columns, to);
       }
     }
   }
