@@ -189,6 +189,17 @@ def test_memory_that_the_system_refuses_is_one_sentence() -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_too_few_files_are_one_sentence() -> None:
+    limited = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (32, 32)); "
+    serve_only = limited + "import sys; " + COMMAND[2].partition("; ")[2].partition("; ")[2]
+    command = [sys.executable, "-c", serve_only, "--port", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "at most 32 files may be open" in done.stderr
+    assert "ulimit -n" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_a_log_that_cannot_be_written_does_not_end_the_server(tmp_path: Path) -> None:
     port_file = tmp_path / "port"
     with Path("/dev/full").open("w") as full:

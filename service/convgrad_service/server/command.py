@@ -24,6 +24,8 @@ _log = logging.getLogger("convgrad.serve")
 
 # Stored tensors, pipes to the other processes, libraries.
 _OTHER_DESCRIPTORS = 512
+# With one worker on a CPU, a start fails at 40, in places that cannot say why, and not at 48.
+_LEAST_DESCRIPTORS = 64
 _ALIASES = {"http_host": "--host", "http_port": "--port"}
 _METAVARS = {"bytes": "BYTES", "s": "SECONDS", "count": "N", "FLOP": "FLOPS"}
 
@@ -126,7 +128,15 @@ def _run(settings: Settings, port_file: Path | None) -> int:
         return 1
 
     prepare_process(settings)
-    _allow_descriptors(settings)
+    allowed = _allow_descriptors(settings)
+    if allowed < _LEAST_DESCRIPTORS:
+        listening.close()
+        _print_error(
+            settings.log_format,
+            f"at most {allowed} files may be open, which is too few to start: at least "
+            f"{_LEAST_DESCRIPTORS} are needed (`ulimit -n`)",
+        )
+        return 1
 
     def started(grpc_port: int) -> None:
         host, port = listening.getsockname()[:2]
@@ -180,8 +190,11 @@ def _print_error(log_format: str | None, sentence: str) -> None:
         print(f"convgrad serve: {sentence}", file=sys.stderr)
 
 
-def _allow_descriptors(settings: Settings) -> None:
-    """Raise the soft limit of open files to what the settings may need, as far as is allowed."""
+def _allow_descriptors(settings: Settings) -> int:
+    """Raise the soft limit of open files to what the settings may need, as far as is allowed.
+
+    Returns how many may be open.
+    """
     # HTTP's and gRPC's connections may all come to one process.
     needed = 2 * settings.max_connections + settings.max_shared_regions + _OTHER_DESCRIPTORS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -195,6 +208,7 @@ def _allow_descriptors(settings: Settings) -> None:
             settings.max_connections,
             needed,
         )
+    return allowed
 
 
 def _write_atomically(path: Path, text: str) -> None:
