@@ -24,6 +24,8 @@ from convgrad_service.backends.cuda.nvrtc import CompileError, find_nvrtc
 from tests.support.tree_server import alive, until
 
 COPIES = [one for one in FAMILIES.instances() if one.source == "layout/strided_copy.cu"][:4]
+# An ELF file without contents: what the cache returns must be whole.
+CODE = b"\x7fELF".ljust(64, b"\0")
 # Takes NVRTC minutes.
 LONG = "".join(f"__global__ void f{n}(float* p) {{ p[{n}] = {n}; }}\n" for n in range(40_000))
 
@@ -44,7 +46,7 @@ class Gate:
         if self.refusals:
             self.refusals -= 1
             raise CompileError("refused")
-        return b"code", ""
+        return CODE, ""
 
 
 @pytest.fixture
@@ -70,7 +72,7 @@ def test_a_plans_kernels_compile_side_by_side(gate: Gate, compiler: Callable[[],
     gate.let.set()
     assert done.result(60) is None
     assert one.compile_ahead(COPIES) is None
-    assert [one.cubin(copy).code for copy in COPIES] == [b"code"] * len(COPIES)
+    assert [one.cubin(copy).code for copy in COPIES] == [CODE] * len(COPIES)
     assert gate.begun.total() == one.compiled == len(COPIES)
 
 
@@ -99,7 +101,7 @@ def test_where_nothing_can_be_written_each_compiles_for_itself(gate: Gate, tmp_p
     done = compiler.compile_ahead(COPIES[:1])
     assert done is not None
     done.result(60)
-    assert compiler.cubin(COPIES[0]).code == b"code"
+    assert compiler.cubin(COPIES[0]).code == CODE
     assert gate.begun.total() == 1
 
 
@@ -113,7 +115,7 @@ def test_what_is_refused_fails_and_is_tried_again(
     assert done is not None
     with pytest.raises(CompileError, match="refused"):
         done.result(60)
-    assert one.cubin(COPIES[0]).code == b"code"
+    assert one.cubin(COPIES[0]).code == CODE
 
 
 def test_what_nobody_wants_any_more_is_not_begun(gate: Gate, tmp_path: Path) -> None:
