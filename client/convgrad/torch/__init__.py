@@ -38,7 +38,8 @@ These functions compute forward and backward on the backend that `use` was given
 The functions take float16, bfloat16, float32 and float64, unbatched inputs, ``padding="same"``, and
 ``channels_last`` tensors without a conversion; they work under autocast, ``torch.compile``,
 gradient checkpointing and CUDA graphs, and have second derivatives. `report` lists which layers
-were computed by which kernel, and which were left to PyTorch.
+were computed by which kernel, and which were left to PyTorch. `layers_of` lists a model's layers,
+for a server to warm up or to tune.
 
 float32 convolutions use TF32 where PyTorch's would (``torch.backends.cudnn.allow_tf32``) on a
 GPU, and true float32 elsewhere.
@@ -69,6 +70,7 @@ from convgrad.torch._grad import (
     convolution_backward,
 )
 from convgrad.torch._local import Local
+from convgrad.torch._model_layers import layers_of
 from convgrad.torch._pool_functional import (
     adaptive_avg_pool1d,
     adaptive_avg_pool2d,
@@ -118,6 +120,7 @@ __all__ = [
     "conv_transpose2d",
     "conv_transpose3d",
     "convolution_backward",
+    "layers_of",
     "max_pool1d",
     "max_pool2d",
     "max_pool3d",
