@@ -5,8 +5,9 @@
 Times the layers of `suite/networks.json` as bench_gpu.py does (graph replay, one process, the same
 tensors), in short samples so that several hundred take a minute, and writes
 `tests/perf/results/networks.jsonl`: the fields of bench_gpu and `batch`, a line for each layer,
-batch, operation, type and layout, in place of an older run's. Ends with a table by class and batch,
-and the sums of each network. Needs a GPU, CuPy and PyTorch.
+batch, operation, type and layout, in place of an older run's. `--suite` takes layers of other
+networks, as model_layers.py lists them. Ends with a table by class and batch, and the sums of each
+network. Needs a GPU, CuPy and PyTorch.
 
 Plans are made and kernels compiled in parallel before anything is timed. Each result is compared
 with cuDNN's, from a poisoned output; `--float64` compares with a float64 computation, which takes
@@ -94,7 +95,7 @@ def wanted_of(given: argparse.Namespace) -> list[Wanted]:
     """Layer by layer, so that its operations follow each other."""
     layers = [
         layer
-        for layer in json.loads(SUITE.read_text(encoding="utf-8"))
+        for layer in json.loads(given.suite.read_text(encoding="utf-8"))
         if (not given.networks or set(given.networks) & set(layer["networks"]))
         and (not given.classes or layer["class"] in given.classes)
     ]
@@ -234,6 +235,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--networks", nargs="*", default=[], help="none means all")
     parser.add_argument("--classes", nargs="*", default=[], help="none means all")
+    parser.add_argument("--suite", type=Path, default=SUITE, help="as model_layers.py makes it")
     parser.add_argument("--batches", nargs="*", type=int, default=BATCHES)
     parser.add_argument("--ops", nargs="*", default=GRADIENTS, help="conv_fwd too")
     parser.add_argument("--dtypes", nargs="*", default=["bfloat16"])
