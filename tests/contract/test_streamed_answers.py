@@ -1,10 +1,9 @@
-"""A large answer is sent as it is computed: over HTTP, and over gRPC to whoever asks for parts."""
+"""A large answer is sent over HTTP as it is computed."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import queue
 import struct
 from collections.abc import Iterator
 from typing import Any
@@ -12,10 +11,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-import tritonclient.grpc as grpcclient
-import tritonclient.http as httpclient
 from numpy.typing import NDArray
-from tritonclient.utils import InferenceServerException
 
 from convgrad import AsyncClient, Call, Client, calls
 from convgrad._connection import Connection
@@ -28,7 +24,6 @@ from convgrad_service.http_api import transport
 from tests.support.fake_backends import Gated
 from tests.support.fake_server import FakeServer, answer, problem
 from tests.support.http_server import LiveServer, binary_example, serving
-from tests.support.oip_server import OipServer, serving_oip
 
 GRAD = np.random.default_rng(0).standard_normal((8, 4, 96, 96), np.float32)
 WEIGHT = np.random.default_rng(1).standard_normal((4, 6, 3, 3), np.float32)
@@ -198,103 +193,6 @@ def test_json_has_its_answer_whole(
     backend.gate.release(PARTS)
     with Client(server.url, max_retries=0, wire="json") as client:
         assert (client.conv_bwd_data(GRAD, WEIGHT, padding=1) == expected).all()
-
-
-@pytest.fixture
-def oip(backend: Gated) -> Iterator[OipServer]:
-    with serving_oip(backend, max_inflight_bytes="64MiB", compute_slots=1) as live:
-        yield live
-        backend.gate.release(100)
-
-
-def asked(**more: Any) -> dict[str, Any]:
-    """What tritonclient is asked with."""
-    given = []
-    for name, array in (("grad_output", GRAD), ("weight", WEIGHT)):
-        given.append(grpcclient.InferInput(name, array.shape, "FP32"))
-        given[-1].set_data_from_numpy(array)
-    parameters = {"padding": 1, "in_parts": True}
-    return {"model_name": "conv_bwd_data", "inputs": given, "parameters": parameters, **more}
-
-
-def region_of(response: Any) -> tuple[int, int, int]:
-    (output,) = response.outputs
-    return tuple(output.parameters[f"part_{key}"].int64_param for key in ("axis", "start", "stop"))
-
-
-def test_a_stream_has_a_response_whenever_more_is_final(
-    oip: OipServer, backend: Gated, expected: NDArray[Any]
-) -> None:
-    with grpcclient.InferenceServerClient(oip.grpc) as client:
-        answers: queue.Queue[Any] = queue.Queue()
-        client.start_stream(lambda result, error: answers.put(error or result))
-        client.async_stream_infer(**asked(request_id="7"))
-        found = np.full_like(expected, np.nan)
-        end = 0
-        for part in range(PARTS):
-            backend.gate.release()
-            answer = answers.get(timeout=60)
-            assert backend.runs == part + 1
-            response = answer.get_response()
-            assert response.id == "7"
-            final = response.parameters["triton_final_response"].bool_param
-            assert final == (part == PARTS - 1)
-            axis, start, stop = region_of(response)
-            assert (axis, start) == (0, end)
-            found[start:stop] = answer.as_numpy("grad_input")
-            end = stop
-        assert (found == expected).all()
-        # And what follows on the stream is answered too.
-        backend.gate.release(PARTS)
-        client.async_stream_infer(**asked(parameters={"padding": 1}))
-        assert (answers.get(timeout=60).as_numpy("grad_input") == expected).all()
-
-
-def test_a_small_answer_in_parts_is_one_with_its_region(oip: OipServer, backend: Gated) -> None:
-    backend.gate.release()
-    given = [
-        grpcclient.InferInput(name, (1, 1, 1, 1), "FP32") for name in ("grad_output", "weight")
-    ]
-    for tensor in given:
-        tensor.set_data_from_numpy(np.full((1, 1, 1, 1), 3, np.float32))
-    with grpcclient.InferenceServerClient(oip.grpc) as client:
-        answers: queue.Queue[Any] = queue.Queue()
-        client.start_stream(lambda result, error: answers.put(error or result))
-        client.async_stream_infer("conv_bwd_data", given, parameters={"in_parts": True})
-        answer = answers.get(timeout=60)
-        assert answer.as_numpy("grad_input").item() == 9
-        assert answer.get_response().parameters["triton_final_response"].bool_param
-        assert region_of(answer.get_response()) == (0, 0, 1)
-
-
-def test_a_failure_in_the_middle_breaks_the_stream(oip: OipServer, backend: Gated) -> None:
-    backend.fail_at = 3
-    with grpcclient.InferenceServerClient(oip.grpc) as client:
-        answers: queue.Queue[Any] = queue.Queue()
-        client.start_stream(lambda result, error: answers.put(error or result))
-        client.async_stream_infer(**asked())
-        backend.gate.release()
-        seen = [answers.get(timeout=60)]
-        backend.gate.release(2)
-        while not isinstance(seen[-1], InferenceServerException):
-            seen.append(answers.get(timeout=60))
-        # The first part, and the second if it left before the third failed.
-        assert 2 <= len(seen) <= 3
-
-
-def test_parts_are_refused_where_an_answer_is_one_message(oip: OipServer) -> None:
-    with (
-        grpcclient.InferenceServerClient(oip.grpc) as client,
-        pytest.raises(InferenceServerException, match="only ModelStreamInfer can answer"),
-    ):
-        client.infer(**asked())
-    given = httpclient.InferInput("grad_output", (1, 1, 1, 1), "FP32")
-    given.set_data_from_numpy(np.ones((1, 1, 1, 1), np.float32))
-    with (
-        httpclient.InferenceServerClient(oip.http) as client,
-        pytest.raises(InferenceServerException, match="only ModelStreamInfer can answer"),
-    ):
-        client.infer("conv_bwd_data", [given], parameters={"in_parts": True})
 
 
 def bwd_data() -> Call[NDArray[Any]]:

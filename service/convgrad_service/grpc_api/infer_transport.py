@@ -25,13 +25,11 @@ from convgrad_service.grpc_api.wire import (
     Part,
     cut_raw_contents,
     encode_response,
-    encode_stream_part,
     is_compressed,
     raw_output_prefix,
     read_infer_request,
     request_names,
 )
-from convgrad_service.oip.answer_parts import MAX_PART_BYTES, AnswerParts, row_bytes
 from convgrad_service.oip.fields import SharedMemory, described, request_fields, tensor_in
 from convgrad_service.oip.request import InferRequest, Region, Span
 from convgrad_service.problems import Problem
@@ -142,8 +140,9 @@ def _end_of_string(message: bytes, at: int, tag: int) -> int | None:
 
 
 class InferTransport:
-    """See `Transport`. ``in_stream`` allows several responses, as messages of a stream."""
+    """See `Transport`. With ``in_stream`` the response is a message of a stream."""
 
+    streams = False
     body_lease: Lease | None = None
     decodes_inline = True  # `decode` reads shapes and parameters; `fill` reads the elements
 
@@ -161,7 +160,6 @@ class InferTransport:
         *,
         in_stream: bool,
     ) -> None:
-        self.streams = False
         self._pipeline, self._memory = pipeline, shared_memory
         self._arrivals, self._context, self._message = arrivals, context, message
         self._reply, self._in_stream = send, in_stream
@@ -197,7 +195,6 @@ class InferTransport:
             self._notes = _Notes(parsed)
             if self._split is not None and (notes := self._split.notes(parsed)) is not None:
                 key, self._notes = self._split.key, notes
-            self.streams = parsed.in_parts
         assert self.request.operation is not None  # noqa: S101 - set above
         self._context.operation = self.request.operation.name
         self._arrivals.hold(size_bytes)
@@ -206,8 +203,6 @@ class InferTransport:
 
     def decode(self) -> Decoded:
         request = self._parsed
-        if not self._in_stream:
-            request.refuse_parts()
         return Decoded(
             request_fields(request, described),
             regions=self._memory.parts(self._context.owner, request.regions),
@@ -250,9 +245,6 @@ class InferTransport:
         request = execution.notes.request
         if self._split is not None and self._split.id:
             request = replace(request, id=self._split.id.decode())
-        if self._in_stream and request.in_parts:
-            await self._send_parts(request, result)
-            return
         with self.request.timings.stage("encode"):
             template = execution.template(
                 result.job_result, lambda report: _template(execution, report)
@@ -263,33 +255,6 @@ class InferTransport:
                 parts = encode_response(
                     request, result.outputs, result.report, in_stream=self._in_stream
                 )
-        await self._sent(parts)
-
-    async def _send_parts(self, request: InferRequest, result: Result) -> None:
-        """One response whenever more of the answer is final."""
-        outputs, progress = result.outputs, result.progress
-
-        async def all_of(name: str, _: int) -> int:
-            return outputs[name].nbytes
-
-        chosen = request.answer_outputs(outputs)
-        rows = AnswerParts(
-            {name: array for name, array in chosen.items() if request.sends(name)},
-            (lambda name: outputs[name].nbytes) if progress is None else progress.final_bytes,
-            all_of if progress is None else progress.until,
-        )
-        while True:
-            found = await rows.next()
-            final = rows.complete
-            if final and progress is not None:
-                await progress.end()
-            await self._sent(
-                encode_stream_part(request, outputs, result.report, found, final=final)
-            )
-            if final:
-                return
-
-    async def _sent(self, parts: list[Part]) -> None:
         self._context.sent_bytes += sum(map(len, parts))
         await self._reply(parts)
 
@@ -355,16 +320,10 @@ def _template(execution: Execution, report: Report) -> ResponseTemplate:
 
 
 def _refuse_above_message(request: InferRequest, problem: Problem) -> None:
-    size_of = row_bytes if request.in_parts else (lambda spec: spec.size_bytes)
-    sizes = [
-        size_of(problem.outputs[name])
-        for name in request.answer_names(problem.outputs)
-        if request.sends(name)
-    ]
-    # In parts, each output has at most one row or MAX_PART_BYTES per response.
-    size_bytes = sum(max(size, MAX_PART_BYTES) if request.in_parts else size for size in sizes)
+    names = request.answer_names(problem.outputs)
+    size_bytes = sum(problem.outputs[name].size_bytes for name in names if request.sends(name))
     if size_bytes + _HEAD_BYTES > MAX_MESSAGE_BYTES:
         raise ProblemTooLarge(
             f"the answer has {size_bytes:,} bytes, and a gRPC message holds at most "
-            f"{MAX_MESSAGE_BYTES:,}; use HTTP or shared memory, or in_parts over ModelStreamInfer"
+            f"{MAX_MESSAGE_BYTES:,}; use HTTP or shared memory"
         )

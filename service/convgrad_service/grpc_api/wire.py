@@ -17,7 +17,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Mapping
 from importlib.resources import files
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -32,7 +31,6 @@ from convgrad.dtypes import DType
 from convgrad.errors import MalformedRequest, PayloadTooLarge
 from convgrad.wire.sentences import shown
 from convgrad.wire.shapes import checked_shape, data_view, dtype_of, reshaped
-from convgrad_service.oip.answer_parts import Rows
 from convgrad_service.oip.fields import VERSION, operation_named
 from convgrad_service.oip.request import (
     InferInput,
@@ -144,7 +142,6 @@ def read_infer_request(body: bytes) -> InferRequest:
         ),
         reserved.operation,
         timeout_s=reserved.timeout_s,
-        in_parts=reserved.in_parts,
     )
     if left := len(list(spans or ())):
         raise MalformedRequest(
@@ -222,32 +219,24 @@ def encode_response(
 
     With ``in_stream`` it is a ModelStreamInferResponse, marked as the last of its request.
     """
-    chosen = request.answer_outputs(outputs)
+    head = _ResponseMessage(model_name=request.operation.name, model_version=VERSION, id=request.id)
+    for name, value in report.model_dump().items():
+        _set_parameter(head.parameters[name], value)
     if in_stream:
-        return _stream_response(_response_parts(request, chosen, report, {_FINAL: True}))
-    return list(_response_parts(request, chosen, report))
-
-
-def encode_stream_part(
-    request: InferRequest,
-    outputs: Mapping[str, NDArray[Any]],
-    report: Report,
-    rows: Mapping[str, Rows],
-    *,
-    final: bool,
-) -> list[Part]:
-    """Encode a ModelStreamInferResponse with some rows of the outputs."""
-    found = {name: part.of(outputs[name]) for name, part in rows.items()}
-    if final:
-        # Outputs that are stored or in shared memory have no rows to send.
-        kept = (name for name in request.answer_names(outputs) if not request.sends(name))
-        found.update((name, outputs[name]) for name in kept)
-    return _stream_response(_response_parts(request, found, report, {_FINAL: final}, rows))
-
-
-def _stream_response(parts: Iterator[Part]) -> list[Part]:
-    made = list(parts)
-    return [_length_prefix(_INFER_RESPONSE, sum(map(len, made))), *made]
+        head.parameters[_FINAL].bool_param = True
+    chosen = request.answer_outputs(outputs)
+    for name, array in chosen.items():
+        output = head.outputs.add(
+            name=name, datatype=protocol_name(dtype_of(array)), shape=array.shape
+        )
+        if name in request.store:
+            _set_parameter(output.parameters["stored"], request.store[name])
+    parts: list[Part] = [head.SerializeToString()]
+    for name, array in chosen.items():
+        # One field per output, empty if the output is stored or in shared memory.
+        data = data_view(array) if request.sends(name) else b""
+        parts += raw_output_prefix(len(data)), data
+    return [_length_prefix(_INFER_RESPONSE, sum(map(len, parts))), *parts] if in_stream else parts
 
 
 def encode_stream_error(model: str, request_id: str, detail: str) -> bytes:
@@ -258,33 +247,6 @@ def encode_stream_error(model: str, request_id: str, detail: str) -> bytes:
     answer.infer_response.parameters[_FINAL].bool_param = True
     encoded: bytes = answer.SerializeToString()
     return encoded
-
-
-def _response_parts(
-    request: InferRequest,
-    chosen: Mapping[str, NDArray[Any]],
-    report: Report,
-    extra: Mapping[str, Any] | None = None,
-    rows: Mapping[str, Rows] = MappingProxyType({}),
-) -> Iterator[Part]:
-    head = _ResponseMessage(model_name=request.operation.name, model_version=VERSION, id=request.id)
-    for name, value in {**report.model_dump(), **(extra or {})}.items():
-        _set_parameter(head.parameters[name], value)
-    for name, array in chosen.items():
-        output = head.outputs.add(
-            name=name, datatype=protocol_name(dtype_of(array)), shape=array.shape
-        )
-        if name in request.store:
-            _set_parameter(output.parameters["stored"], request.store[name])
-        if name in rows:
-            for key, value in rows[name]._asdict().items():
-                _set_parameter(output.parameters[f"part_{key}"], value)
-    yield head.SerializeToString()
-    for name, array in chosen.items():
-        # One field per output, empty if the output is stored or in shared memory.
-        data = data_view(array) if request.sends(name) else b""
-        yield raw_output_prefix(len(data))
-        yield data
 
 
 def raw_output_prefix(size: int) -> bytes:

@@ -152,7 +152,7 @@ def read_infer_head(text: memoryview, operation: Operation, data_bytes: int | No
         _output(item, reserved.binary_data_output)
         for item in _objects(fields.get("outputs", []), "outputs")
     ]
-    request = InferRequest(
+    return InferRequest(
         operation,
         _string(fields.get("id", ""), "id"),
         tuple(inputs),
@@ -160,10 +160,7 @@ def read_infer_head(text: memoryview, operation: Operation, data_bytes: int | No
         reserved.operation,
         binary_by_default=reserved.binary_data_output,
         timeout_s=reserved.timeout_s,
-        in_parts=reserved.in_parts,
     )
-    request.refuse_parts()
-    return request
 
 
 def _input(item: Mapping[str, Any], start: int) -> InferInput:

@@ -75,15 +75,10 @@ def dtype_named(name: Any, *, tensor: str) -> DType:
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """The values of the protocol's reserved parameters.
-
-    ``in_parts`` is this server's extension: an answer in several responses. ``operation`` holds all
-    other parameters.
-    """
+    """The values of the protocol's reserved parameters; ``operation`` holds all others."""
 
     timeout_s: float | None = None
     binary_data_output: bool = False
-    in_parts: bool = False
     operation: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -119,7 +114,6 @@ def separated(parameters: Mapping[str, Any]) -> Reserved:
         # As Triton has it, 0 means none.
         timeout_s=microseconds / 1e6 if microseconds else None,
         binary_data_output=own.get("binary_data_output", False),
-        in_parts=own.get("in_parts", False),
         operation=others,
     )
 
@@ -173,7 +167,6 @@ _RESERVED: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "sequence_start": (_BOOL, _is_bool),
     "sequence_end": (_BOOL, _is_bool),
     "binary_data_output": (_BOOL, _is_bool),
-    "in_parts": (_BOOL, _is_bool),
     "triton_enable_empty_final_response": (_BOOL, _is_bool),
 }
 
@@ -233,8 +226,8 @@ class InferRequest:
     """One inference request.
 
     If ``outputs`` is empty, the answer holds the operation's default outputs, as raw bytes if
-    ``binary_by_default``. ``in_parts`` allows several responses, each with some rows of the
-    outputs. ``parameters`` are the operation's: scalars, and JSON text not parsed yet.
+    ``binary_by_default``. ``parameters`` are the operation's: scalars, and JSON text not parsed
+    yet.
     """
 
     operation: Operation
@@ -244,7 +237,6 @@ class InferRequest:
     parameters: Mapping[str, Any] = field(default_factory=dict)
     binary_by_default: bool = True
     timeout_s: float | None = None
-    in_parts: bool = False
 
     def __post_init__(self) -> None:
         """Check the names of inputs and outputs."""
@@ -253,13 +245,6 @@ class InferRequest:
         _check_names(
             [wanted.name for wanted in self.outputs], operation.outputs, "output", operation
         )
-
-    def refuse_parts(self) -> None:
-        """Raise MalformedRequest if an answer in parts is requested."""
-        if self.in_parts:
-            raise MalformedRequest(
-                "in_parts: only ModelStreamInfer can answer in several responses"
-            )
 
     def output(self, name: str) -> InferOutput:
         """Return how an output is requested, or else would be by default."""
