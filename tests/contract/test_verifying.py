@@ -169,29 +169,6 @@ def test_json_and_multipart_bodies(http: httpx.Client) -> None:
     assert found.json()["outputs"]["output"]["bits"]["equal_to_second"] is True
 
 
-def test_an_earlier_submission_is_compared(http: httpx.Client) -> None:
-    tensors, parameters = drawn("conv_bwd_data", LAYER, seed=11)
-    own = computed(http, "conv_bwd_data", tensors, parameters)["grad_input"]
-
-    def bits(result: NDArray[Any], **more: Any) -> dict[str, Any]:
-        fields = {"layer": LAYER, "seed": 11, **more}
-        told = verify(
-            http, "conv_bwd_data", {"result_grad_input": result}, {"x-request-id": "me"}, **fields
-        )
-        found: dict[str, Any] = told.json()["outputs"]["grad_input"]["bits"]
-        return found
-
-    assert bits(own)["earlier"] is None
-    again = bits(own)["earlier"]
-    assert (again["equal"], again["request_id"]) == (True, "me")
-    own.reshape(-1)[700] = np.nextafter(own.reshape(-1)[700], np.float32(9))
-    other = bits(own)["earlier"]
-    assert other["equal"] is False
-    first, last = other["first_difference"]
-    assert first <= 700 < last
-    assert bits(own, distribution="uniform")["earlier"] is None  # other inputs
-
-
 def test_the_answer_asks_the_same_again(http: httpx.Client) -> None:
     tensors, parameters = drawn("conv_bwd_data", LAYER, seed=3)
     result = {

@@ -66,9 +66,6 @@ def _of_output(name: str, output: OutputVerification) -> Iterator[str]:
         count = bits.differing_from_ours
         same = "identical to" if bits.equal_to_ours else f"{count} elements differ from"
         yield f"    bits: {same} the server's own result"
-    if bits.earlier is not None:
-        same = "identical to" if bits.earlier.equal else "differ from"
-        yield f"    bits: {same} your submission {bits.earlier.seconds_ago:.0f} s ago"
     yield from _histogram(output)
 
 

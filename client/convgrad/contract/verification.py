@@ -9,7 +9,6 @@ __all__ = [
     "Again",
     "AnswerModel",
     "Bits",
-    "Earlier",
     "Element",
     "ExactGate",
     "Finding",
@@ -80,17 +79,6 @@ class ExactGate(AnswerModel):
     first: Element | None = Field(default=None, description="The first element that differs.")
 
 
-class Earlier(AnswerModel):
-    """The most recent earlier submission for the same problem and inputs."""
-
-    equal: bool = Field(description="Whether all bits are equal.")
-    request_id: str
-    seconds_ago: float
-    first_difference: tuple[int, int] | None = Field(
-        default=None, description="Flat range of elements that contains the first difference."
-    )
-
-
 class Bits(AnswerModel):
     """Comparison of the result's bits with other results."""
 
@@ -109,9 +97,6 @@ class Bits(AnswerModel):
     )
     equal_when_doubled: bool | None = Field(
         default=None, description="None if no result for a doubled tensor was sent."
-    )
-    earlier: Earlier | None = Field(
-        default=None, description="None if the server remembers no earlier submission."
     )
 
 

@@ -44,7 +44,7 @@ class Outcome:
 
     ``compute_s`` is the time in the backend, of which ``upload_s`` and ``download_s`` are copies to
     and from a device. ``workspace_bytes`` is the memory used in addition to inputs and outputs.
-    ``words`` is the answer, as JSON, of a problem that computes no tensor.
+    ``report_json`` is the answer of an examination, which computes no tensor.
     """
 
     outputs: dict[str, NDArray[Any]]
@@ -54,7 +54,7 @@ class Outcome:
     workspace_bytes: int
     upload_s: float = 0.0
     download_s: float = 0.0
-    words: str = ""
+    report_json: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,8 +36,8 @@ def call_hub(
 ) -> Coroutine[Any, Any, Any]:
     """Call a method of a hub's service wherever the hub is.
 
-    ``method`` is a plain method of `TensorStore`, `RegionRegistry`, `Submissions`, `RequestMetrics`
-    or `Hub` itself, such as ``TensorStore.find``. Arguments and result must be picklable.
+    ``method`` is a plain method of `TensorStore`, `RegionRegistry`, `RequestMetrics` or `Hub`
+    itself, such as ``TensorStore.find``. Arguments and result must be picklable.
     """
     service, name = method.__qualname__.split(".")
     return engine.invoke(service, name, arguments, options)

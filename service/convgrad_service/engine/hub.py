@@ -17,7 +17,6 @@ from convgrad_service.engine.scheduling.scheduler import Scheduler
 from convgrad_service.engine.scheduling.task import Job, JobHandle, OnPartDone
 from convgrad_service.engine.shm.registry import RegionInfo, RegionPart, RegionRegistry
 from convgrad_service.engine.shm.stored import TensorStore
-from convgrad_service.engine.submissions import Submissions
 from convgrad_service.engine.telemetry.record import Record, RequestMetrics
 from convgrad_service.engine.workers.child_process import Children
 from convgrad_service.engine.workers.inline_executor import InlineExecutor
@@ -119,7 +118,6 @@ class Hub:
         self.metrics: Callable[[], bytes] = bytes
         """Returns all metrics in Prometheus' text format."""
         self.quotas = Quotas()
-        self.submissions = Submissions()
         self.dead: str | None = None
         self.regions = RegionRegistry(options.max_regions)
         self.tensors = TensorStore(
@@ -128,7 +126,7 @@ class Hub:
             budget_bytes=options.stored_bytes,
             longest_s=options.stored_longest_s,
         )
-        services = (self.tensors, self.regions, self.submissions, self.requests)
+        services = (self.tensors, self.regions, self.requests)
         self._services: dict[str, object] = {Hub.__name__: self}
         self._services |= {type(service).__name__: service for service in services}
         self.on_close: list[Callable[[], None]] = [self.regions.close]

@@ -32,7 +32,7 @@ def examined(
     cancelled: threading.Event | None = None,
     out: Arrays | None = None,
 ) -> Outcome:
-    """See `Backend.run`; the report of an examination is in the outcome's ``words``."""
+    """See `Backend.run`; the report of an examination is in its ``report_json``."""
     examiner = _EXAMINERS.get(type(problem))
     if examiner is None:
         return backend.run(problem, tensors, cancelled, out)

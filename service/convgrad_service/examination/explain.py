@@ -16,6 +16,7 @@ from convgrad.contract.timing import (
     ReferenceTime,
     TensorShape,
 )
+from convgrad.wire.strict_json import dumps
 from convgrad_service.backends.base import Outcome, Rates, ServingBackend
 from convgrad_service.problems.base import Problem, TensorSpec
 from convgrad_service.problems.examinations import Explain
@@ -44,8 +45,8 @@ def explain(
         reference=reference_time(backend, subject),
         again=again(problem.name, json.loads(problem.asked)),
     )
-    words = json.dumps({"answer": found.model_dump(mode="json")})
-    return Outcome({}, plan.kernel, 0.0, plan.pieces, plan.workspace_bytes, words=words)
+    report = dumps(found.model_dump(mode="json"))
+    return Outcome({}, plan.kernel, 0.0, plan.pieces, plan.workspace_bytes, report_json=report)
 
 
 def plan_report(backend: ServingBackend, subject: Problem) -> PlanReport:

@@ -16,6 +16,7 @@ from convgrad.contract.again import again
 from convgrad.contract.timing import Candidate, Peer, ReferenceTime, TimedPlan, TimingReport
 from convgrad.contract.verification import Inputs
 from convgrad.errors import ServiceError
+from convgrad.wire.strict_json import dumps
 from convgrad_service.backends.base import Outcome, ServingBackend, Stopwatch
 from convgrad_service.examination.explain import plan_report, reference_time
 from convgrad_service.examination.peers import peers_for
@@ -91,9 +92,9 @@ def time_it(
             ),
             again=again(problem.name, json.loads(problem.asked)),
         )
-    said = {"answer": found.model_dump(mode="json")}
+    report = dumps(found.model_dump(mode="json"))
     seconds = time.perf_counter() - began_s
-    return Outcome({}, plan.kernel, seconds, 1, plan.workspace_bytes, words=json.dumps(said))
+    return Outcome({}, plan.kernel, seconds, 1, plan.workspace_bytes, report_json=report)
 
 
 class _Sampler:

@@ -8,7 +8,6 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -22,6 +21,7 @@ from convgrad.contract.again import again
 from convgrad.contract.judged_results import judged_results
 from convgrad.contract.verification import Inputs
 from convgrad.errors import DeadlineExceeded, UnsupportedProblem
+from convgrad.wire.strict_json import dumps
 from convgrad_service.backends.base import Outcome, ServingBackend
 from convgrad_service.problems import MaxUnpoolBwd, MaxUnpoolFwd, Problem
 from convgrad_service.problems.examinations import DRAWN, OURS, Examination, Verify
@@ -32,7 +32,6 @@ Arrays = Mapping[str, Any]
 
 # More threads would only share the same memory bandwidth.
 _MOST_THREADS = 4
-_BLOCKS = 64
 
 
 def verify(
@@ -61,7 +60,6 @@ def verify(
     inputs = {name: inputs[name] for name in problem.subject.inputs}
     judged = _judged(problem, sent)
     ours = _ours(backend, problem, inputs, cancelled, out)
-    digest = _digest(problem, inputs)
     found = judge(
         problem.subject.operation,
         judged,
@@ -76,7 +74,7 @@ def verify(
             seed=problem.seed if problem.drawn else None,
             distribution=problem.distribution if problem.drawn else None,
             drawn=problem.drawn,
-            digest=digest,
+            digest=_digest(problem, inputs),
         ),
         # Samples that fill a part by themselves are large: several at a time take too much memory.
         threads=min(usable_cores(), _MOST_THREADS)
@@ -91,13 +89,9 @@ def verify(
             "reference": found.reference.model_copy(update={"flops": problem.flops}),
         }
     )
-    said = {
-        "answer": found.model_dump(mode="json"),
-        "key": digest,
-        "results": {name: _blocks(array) for name, array in judged.results.items()},
-    }
     kernel = "" if ours is None else ours.kernel
-    return Outcome({}, kernel, time.perf_counter() - began_s, 1, 0, words=json.dumps(said))
+    seconds = time.perf_counter() - began_s
+    return Outcome({}, kernel, seconds, 1, 0, report_json=dumps(found.model_dump(mode="json")))
 
 
 def refuse_if(cancelled: threading.Event | None) -> Callable[[], None]:
@@ -181,15 +175,3 @@ def _digest(problem: Examination, inputs: Mapping[str, Array]) -> str:
         hashed.update(name.encode())
         hashed.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
     return hashed.hexdigest()
-
-
-def _blocks(array: Array) -> tuple[int, tuple[int, ...]]:
-    """See `Blocks`."""
-    flat = np.ascontiguousarray(array).reshape(-1)
-    count = min(_BLOCKS, flat.size) or 1
-    cuts = [at * flat.size // count for at in range(count + 1)]
-    digests = (
-        hashlib.blake2b(flat[start:stop].view(np.uint8).data, digest_size=8).digest()
-        for start, stop in pairwise(cuts)
-    )
-    return flat.size, tuple(int.from_bytes(each, "little") for each in digests)

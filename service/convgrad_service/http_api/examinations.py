@@ -11,16 +11,13 @@ from urllib.parse import parse_qsl
 
 from convgrad.contract import Operation, Request
 from convgrad.contract.base import parse_field, refuse_unknown
-from convgrad.contract.verification import Earlier
 from convgrad.errors import MalformedRequest, Overloaded, ProblemTooLarge, ServiceError
 from convgrad.wire.sentences import shown
 from convgrad.wire.strict_json import dumps
-from convgrad_service.engine.engine import call_hub
 from convgrad_service.engine.execution import Execution, Result
 from convgrad_service.engine.request import Decoded, blank
 from convgrad_service.engine.scheduling.quotas import Caller, KeyLimits, Ticket
 from convgrad_service.engine.scheduling.task import JobHandle
-from convgrad_service.engine.submissions import Submissions
 from convgrad_service.http_api.codecs import JSON, OperationTransport
 from convgrad_service.http_api.content_types import choose_accepted
 from convgrad_service.http_api.problem_details import problem_details
@@ -56,8 +53,7 @@ class _ExaminationTransport(OperationTransport):
         """Refuse a problem that would take too long, before anything is computed."""
 
     async def send(self, execution: Execution, result: Result) -> None:
-        content = json.loads(result.job_result.words)
-        await self.respond(_JSON_HEADERS, [dumps(content["answer"])])
+        await self.respond(_JSON_HEADERS, [result.job_result.report_json])
 
 
 class VerifyTransport(_ExaminationTransport):
@@ -104,24 +100,6 @@ class VerifyTransport(_ExaminationTransport):
                 "machine"
             )
 
-    async def send(self, execution: Execution, result: Result) -> None:
-        content = json.loads(result.job_result.words)
-        answer = content["answer"]
-        results = {name: (each[0], tuple(each[1])) for name, each in content["results"].items()}
-        request_id = self._context.request_id
-        earlier = await call_hub(
-            self.pipeline.engine, Submissions.add, self.owner, content["key"], request_id, results
-        )
-        for name, found in earlier.items():
-            described = Earlier(
-                equal=found[0],
-                request_id=found[1],
-                seconds_ago=found[2],
-                first_difference=found[3],
-            )
-            answer["outputs"][name]["bits"]["earlier"] = described.model_dump(mode="json")
-        await self.respond(_JSON_HEADERS, [dumps(answer)])
-
 
 def _smaller(problem: Verify, share: float) -> str:
     """Suggest a smaller problem that would fit: one with fewer samples."""
@@ -135,7 +113,7 @@ class TimeTransport(_ExaminationTransport):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._tickets: list[Ticket] = []
-        self._timed: Any = None
+        self._timed = b""
 
     def answers(self) -> tuple[str, ...]:
         # Events have no Content-Length, so they are sent in chunks, which HTTP/1.0 does not have.
@@ -179,7 +157,7 @@ class TimeTransport(_ExaminationTransport):
 
     async def send(self, execution: Execution, result: Result) -> None:
         if self.answer == EVENT_STREAM:
-            self._timed = json.loads(result.job_result.words)["answer"]
+            self._timed = result.job_result.report_json
         else:
             await super().send(execution, result)
 
@@ -219,9 +197,9 @@ class TimeTransport(_ExaminationTransport):
             position = await self.pipeline.engine.queue_position(job)
             if position != place:
                 if position is None:
-                    await self._event("running", {})
+                    await self._event(b"running")
                 else:
-                    await self._event("queued", {"position": position})
+                    await self._event(b"queued", dumps({"position": position}))
                 place, silent_since_s = position, time.monotonic()
             elif time.monotonic() - silent_since_s > _KEEP_ALIVE_S:
                 await self._more(b": waiting\n\n")
@@ -232,15 +210,15 @@ class TimeTransport(_ExaminationTransport):
         except ServiceError as error:
             self._context.code = error.code
             _, _, body = problem_details(error, self._context.request_id)
-            await self._event("error", json.loads(body))
+            await self._event(b"error", body)
         else:
             if place is not None:  # started and finished since the last check
-                await self._event("running", {})
-            await self._event("result", self._timed)
+                await self._event(b"running")
+            await self._event(b"result", self._timed)
         await self._more(b"", more=False)
 
-    async def _event(self, name: str, data: Any) -> None:
-        await self._more(b"event: " + name.encode() + b"\ndata: " + dumps(data) + b"\n\n")
+    async def _event(self, name: bytes, data: bytes = b"{}") -> None:
+        await self._more(b"event: " + name + b"\ndata: " + data + b"\n\n")
 
     async def _more(self, body: bytes, *, more: bool = True) -> None:
         await self._send({"type": "http.response.body", "body": body, "more_body": more})
@@ -264,7 +242,7 @@ class PlanTransport(HttpTransport):
         return Decoded(query_fields(query, self.operation), notes=Content())
 
     async def send(self, execution: Execution, result: Result) -> None:
-        await self.respond(_JSON_HEADERS, [dumps(json.loads(result.job_result.words)["answer"])])
+        await self.respond(_JSON_HEADERS, [result.job_result.report_json])
 
 
 def query_fields(query: bytes, operation: Operation) -> dict[str, Any]:

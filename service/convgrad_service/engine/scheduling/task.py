@@ -18,10 +18,7 @@ from convgrad_service.problems.base import Lane
 
 
 class JobResult(NamedTuple):
-    """How a job, or one part of it, was computed; see `Outcome`. The outputs are in its memory.
-
-    ``words`` is the answer, as JSON, of problems that compute no tensor.
-    """
+    """How a job, or one part of it, was computed; see `Outcome`. The outputs are in its memory."""
 
     kernel: str
     compute_s: float
@@ -29,7 +26,7 @@ class JobResult(NamedTuple):
     workspace_bytes: int
     upload_s: float
     download_s: float
-    words: str = ""
+    report_json: bytes = b""
 
 
 OnPartDone = Callable[[int, JobResult], None]
