@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Coroutine
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from convgrad_service.engine.memory.tensor_layout import TensorLayout, tensor_la
 from convgrad_service.engine.scheduling.scheduler import CostModel, Scheduler
 from convgrad_service.engine.scheduling.task import Job, JobResult, Task
 from convgrad_service.problems import problem_from
+from convgrad_service.problems.base import Lane
 
 DONE = JobResult("kernel", 0.0, 1, 0, 0.0, 0.0)
 
@@ -53,6 +54,14 @@ def pooling(width: int = 2, shared: tuple[str, ...] = ()) -> TensorLayout:
 
 def job(cost: int = 1) -> Job:
     return Job(replace(pooling(), cost=cost), 0)
+
+
+def alone(layout: TensorLayout) -> TensorLayout:
+    """Return the layout with a problem that must run alone, as a timing's must."""
+    problem = layout.problem
+    alone_kind: Any = type("Alone", (type(problem),), {"lane": Lane.ALONE})
+    values = {each.name: getattr(problem, each.name) for each in fields(problem)}  # type: ignore[arg-type]
+    return replace(layout, problem=alone_kind(**values))
 
 
 def known_pace(units_per_s: float) -> CostModel:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,11 +20,9 @@ from convgrad_service.engine.ipc.channel import (
     Channel,
     Heartbeat,
     Interned,
-    MessageTypes,
     Ping,
-    Plain,
     Pong,
-    as_plain,
+    pickle_by_number,
 )
 from convgrad_service.engine.memory.arena import Lease
 from convgrad_service.engine.memory.tensor_layout import TensorLayout, unpack_layout
@@ -33,7 +31,6 @@ from convgrad_service.engine.scheduling.task import Job, JobResult, Task, TaskGr
 from convgrad_service.engine.shm.registry import RegionPart, RegionSlice
 from convgrad_service.engine.telemetry.record import Record
 from convgrad_service.engine.workers.child_process import START_S
-from convgrad_service.problems.base import Lane
 
 POCKET_BYTES = 4 * 2**20
 _POCKET = -1  # its number, as a lease
@@ -52,11 +49,13 @@ class Drain(NamedTuple):
 
 
 class SubmitJob(NamedTuple):
-    """Submit a `Job`, whose layout is interned and whose other fields are in ``job``."""
+    """Submit a `Job`, whose layout is interned."""
 
     number: int
     interned: Interned
-    job: tuple[Any, ...]
+    base: int
+    regions: tuple[RegionSlice, ...]
+    tasks: int
     deadline_s: float
 
 
@@ -82,18 +81,16 @@ class PartDone(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """The reply to the message with this number.
-
-    The ``value`` for a `SubmitJob` has the fields of `JobResult`, and how long the job waited.
-    """
+    """The reply to the message with this number; to `SubmitJob` a `JobResult` and the wait."""
 
     number: int
     value: Any = None
     error: BaseException | None = None
     cancelled: bool = False
+    waited_s: float | None = None
 
 
-TYPES = MessageTypes(SubmitJob, PartDone, Call, Reply, Record, Status, Welcome, Drain, Ping, Pong)
+pickle_by_number(248, SubmitJob, PartDone, Call, Reply, Record)
 
 
 class FrontEnd:
@@ -119,9 +116,9 @@ class FrontEnd:
         # If the arena is full, this front end reserves every block through the hub.
         with contextlib.suppress(Overloaded):
             size_bytes = min(POCKET_BYTES, self._hub.limit_bytes // 16)
-            pocket = (await self.reserve(_POCKET, size_bytes))[:2]
+            pocket = (await self.reserve(_POCKET, size_bytes))[0], size_bytes
         try:
-            self._channel = await Channel.open(channel_end, self._received, gone.set, TYPES)
+            self._channel = await Channel.open(channel_end, self._received, gone.set)
             self._hub.watchers.append(self._send)
             self._send(Welcome(self._hub.status, self._hub.limit_bytes, pocket))
             await gone.wait()
@@ -191,13 +188,12 @@ class FrontEnd:
         self._on_listening(port, failure)
 
     async def reserve(
-        self, number: int, size_bytes: int, text: bool = False, regions: Plain = ()
-    ) -> tuple[int, int, Plain]:
-        """Return the extent and regions of a new lease, known by ``number``; see `Hub.reserve`."""
-        parts = [RegionPart(*each) for each in regions]
-        lease = await self._hub.reserve(size_bytes, text=text, regions=parts)
+        self, number: int, size_bytes: int, text: bool = False, regions: Sequence[RegionPart] = ()
+    ) -> tuple[int, tuple[RegionSlice, ...]]:
+        """Return the offset and regions of a new lease, known by ``number``; see `Hub.reserve`."""
+        lease = await self._hub.reserve(size_bytes, text=text, regions=regions)
         self._held[number] = lease
-        return lease.offset, lease.size_bytes, as_plain(lease.regions)
+        return lease.offset, lease.regions
 
     def release(self, number: int) -> None:
         """Release a lease or ticket, or leave the queue for it; it is absent if it was refused."""
@@ -234,9 +230,7 @@ class FrontEnd:
         slot, packed = message.interned
         if packed is not None:
             self._layouts[slot] = unpack_layout(packed)
-        base, regions, tasks, lane = message.job
-        slices = tuple(RegionSlice(*each) for each in regions)
-        job = Job(self._layouts[slot], base, slices, tasks, Lane(lane))
+        job = Job(self._layouts[slot], message.base, message.regions, message.tasks)
         on_part_done = partial(self._part_done, number)
         task = self._hub.scheduler.submit(job, message.deadline_s, on_part_done)
         self._tasks[number] = task
@@ -257,9 +251,7 @@ class FrontEnd:
         elif (error := done.exception()) is not None:
             reply = Reply(number, error=error)
         else:
-            value = done.result()
-            # Its fields, as a plain tuple is pickled faster.
-            reply = Reply(number, value if waited_s is None else (*value, waited_s))
+            reply = Reply(number, done.result(), waited_s=waited_s)
         assert self._channel is not None  # noqa: S101
         self._channel.send_now(reply)
 

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from convgrad_service.engine.hub import Status
-from convgrad_service.engine.ipc.channel import Channel, InternTable, Ping, Pong, as_plain
+from convgrad_service.engine.ipc.channel import Channel, InternTable, Ping, Pong
 from convgrad_service.engine.ipc.frontend import (
-    TYPES,
     Call,
     Drain,
     PartDone,
@@ -25,7 +24,7 @@ from convgrad_service.engine.memory.arena import Arena, FreeList, Lease, LeasePo
 from convgrad_service.engine.options import InlineBackend
 from convgrad_service.engine.scheduling.quotas import Caller, Ticket
 from convgrad_service.engine.scheduling.task import Job, JobHandle, JobResult, OnPartDone
-from convgrad_service.engine.shm.registry import RegionPart, RegionSlice
+from convgrad_service.engine.shm.registry import RegionPart
 from convgrad_service.engine.telemetry.record import Record
 from convgrad_service.engine.workers.inline_executor import InlineExecutor
 
@@ -97,7 +96,7 @@ class RemoteHub:
     async def open(self, channel_end: Any) -> None:
         """Connect, and return once the hub has a backend."""
         self._welcomed = asyncio.get_running_loop().create_future()
-        self._channel = await Channel.open(channel_end, self._received, self._lost, TYPES)
+        self._channel = await Channel.open(channel_end, self._received, self._lost)
         await self._welcomed
 
     @property
@@ -171,18 +170,18 @@ class RemoteHub:
             if lease is not None:
                 return lease
         number = next(self._numbers)
-        arguments = number, size_bytes, text, as_plain(regions)
+        arguments = number, size_bytes, text, regions
 
         def release(_: object) -> None:
             self.notify("release", number)
 
         try:
-            offset, _, lease_regions = await self._invoke(number, "", "reserve", arguments, {})
+            offset, slices = await self._invoke(number, "", "reserve", arguments, {})
         except asyncio.CancelledError:
             release(None)
             raise
         lease = Lease(offset, size_bytes, release)
-        lease.regions = tuple(RegionSlice(*each) for each in lease_regions)
+        lease.regions = slices
         return lease
 
     def submit(
@@ -195,9 +194,9 @@ class RemoteHub:
         number, done = next(self._numbers), asyncio.get_running_loop().create_future()
         handle = self._jobs[number] = _RemoteJob(number, lease, on_part_done, done)
         lease.retain()
-        interned = self._layouts.intern(job.layout.packed)
-        fields = job.base, as_plain(job.regions), job.tasks, int(job.lane)
-        self._channel.send_now(SubmitJob(number, interned, fields, deadline_s))
+        layout, base, regions, tasks = job
+        interned = self._layouts.intern(layout.packed)
+        self._channel.send_now(SubmitJob(number, interned, base, regions, tasks, deadline_s))
         return handle
 
     def cancel(self, handle: JobHandle) -> None:
@@ -255,14 +254,11 @@ class RemoteHub:
             self._welcomed.set_result(None)
 
     def _replied(self, reply: Reply) -> None:
-        value = reply.value
         waiting: asyncio.Future[Any] | None
         if (job := self._jobs.pop(reply.number, None)) is not None:
             job.lease.release()
+            job.waited_s = reply.waited_s
             waiting = job.done
-            if value is not None:
-                *fields, job.waited_s = value
-                value = JobResult(*fields)
         else:
             waiting = self._pending.get(reply.number)
         if waiting is None or waiting.done():
@@ -273,4 +269,4 @@ class RemoteHub:
         elif reply.cancelled:
             waiting.cancel()
         else:
-            waiting.set_result(value)
+            waiting.set_result(reply.value)

@@ -158,7 +158,7 @@ class Scheduler:
         if self.full and (overload := self.overload) is not None:
             raise overload
         large = (
-            job.lane is not Lane.BY_SIZE
+            job.layout.problem.lane is not Lane.BY_SIZE
             or self.cost_model.estimate_s(job.layout.cost) > self._large_s
         )
         if job.tasks == 1:

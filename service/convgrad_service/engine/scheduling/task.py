@@ -64,7 +64,6 @@ class Job(NamedTuple):
     base: int
     regions: tuple[RegionSlice, ...] = ()
     tasks: int = 1
-    lane: Lane = Lane.BY_SIZE
 
     @property
     def sums(self) -> bool:
@@ -96,7 +95,7 @@ class Job(NamedTuple):
             copies = any(is_copied(tensor) for tensor in layout.inputs)
             if not copies and not outputs & not_in_place_of(layout, regions):
                 tasks = len(pieces_of(layout.problem, layout.parts))
-        return cls(layout, base, regions, tasks, layout.problem.lane)
+        return cls(layout, base, regions, tasks)
 
 
 def is_copied(tensor: PlacedTensor) -> bool:
@@ -181,7 +180,7 @@ class Task:
         self.done: asyncio.Future[JobResult] = asyncio.get_running_loop().create_future()
         self.wanted = True
         self.suspect = self.hung = False
-        self.lane = job.lane
+        self.lane = job.layout.problem.lane
         self.deaths_alone = 0
         self.submitted_s = time.monotonic()
         self.started_s: float | None = None

@@ -28,7 +28,7 @@ from convgrad_service.engine.ipc.channel import (
     Pong,
     Probe,
     ProbeResult,
-    as_plain,
+    RunTask,
 )
 from convgrad_service.engine.memory.arena import Arena
 from convgrad_service.engine.options import WorkerRecipe
@@ -151,9 +151,8 @@ class ProcessWorker:
         # Not for parts: their times differ, and the last one may be brief while others are not.
         brief = task.part is None and not self._tasks and slot in self._brief
         self._tasks[number] = task, slot
-        # The fields of `RunTask`: a plain tuple is pickled faster.
-        regions = as_plain(job.regions)
-        self._jobs.send_now((number, interned, job.base, regions, task.part, new, brief))
+        message = RunTask(number, interned, job.base, job.regions, task.part, new, brief)
+        self._jobs.send_now(message)
 
     def has_used(self, job: Job) -> int:
         return sum(self._used.get(each.region) == each.version for each in job.regions)
@@ -222,19 +221,18 @@ class ProcessWorker:
             self._control.send(Forget(region))
 
     def _task_message(
-        self, message: tuple[int, tuple[Any, ...] | Compiling | Compiled | BaseException]
+        self, message: tuple[int, JobResult | Compiling | Compiled | BaseException]
     ) -> None:
-        number, plain = message
-        if isinstance(plain, Compiled):
-            self._scheduler.compiled(self._compiling.pop(number), plain.error)
+        number, result = message
+        if isinstance(result, Compiled):
+            self._scheduler.compiled(self._compiling.pop(number), result.error)
             return
         task, slot = self._tasks.pop(number)
         self.finished += 1
-        if isinstance(plain, Compiling):
+        if isinstance(result, Compiling):
             self._compiling[number] = task
             self._scheduler.compiling(task)
             return
-        result = plain if isinstance(plain, BaseException) else JobResult(*plain)
         assert task.started_s is not None  # noqa: S101
         took_s = time.monotonic() - task.started_s
         # A task that was cancelled or failed does not predict the time of the next one of its kind.

@@ -38,7 +38,6 @@ from convgrad_service.engine.memory.tensor_layout import TensorLayout, unpack_la
 from convgrad_service.engine.options import WorkerRecipe
 from convgrad_service.engine.scheduling.task import Job, JobResult, not_in_place_of, result_of
 from convgrad_service.engine.shm.mappings import RegionMappings
-from convgrad_service.engine.shm.registry import RegionSlice
 from convgrad_service.engine.workers.parts import (
     Arrays,
     job_arrays,
@@ -164,7 +163,7 @@ class _Worker:
             self._run(task, layout, cancelled)
 
     def _next(self) -> tuple[RunTask, TensorLayout | ServiceError, threading.Event | None]:
-        task = RunTask(*self._jobs.receive())
+        task: RunTask = self._jobs.receive()
         return task, self._open(task), self._register(task)
 
     def _run(
@@ -180,7 +179,7 @@ class _Worker:
             if (compiling := self._compile_ahead(task, layout)) is not None:
                 self._suspend(task.number, compiling)
                 return
-            job = Job(layout, task.base, tuple(RegionSlice(*each) for each in task.regions))
+            job = Job(layout, task.base, task.regions)
             result = run_job(self._backend, self._arena, self._mappings, job, cancelled, task.part)
         except ServiceError as error:
             result = without_traceback(error)
@@ -194,8 +193,7 @@ class _Worker:
         if not task.brief:
             with self._lock:
                 del self._running[task.number]
-        plain = tuple(result) if isinstance(result, JobResult) else result
-        self._jobs.send((task.number, plain))
+        self._jobs.send((task.number, result))
 
     def _compile_ahead(self, task: RunTask, layout: TensorLayout) -> Future[None] | None:
         key = task.interned[0], task.part

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copyreg
 import pickle
 import random
 import socket
@@ -15,8 +16,8 @@ from convgrad_service.engine.ipc.channel import (
     MAX_INTERNED,
     Channel,
     InternTable,
-    MessageTypes,
     Pipe,
+    pickle_by_number,
 )
 
 
@@ -29,7 +30,6 @@ class Name(NamedTuple):
     text: str
 
 
-TYPES = MessageTypes(Point, Name)
 MESSAGES: list[Any] = [Point(1, b"a" * 100_000), Name("b"), ValueError("c"), Point(2, b"")]
 
 
@@ -42,8 +42,8 @@ def test_messages_arrive_whole_and_in_order() -> None:
         ours, theirs = socket.socketpair()
         seen: list[Any] = []
         ended = asyncio.Event()
-        sender = await Channel.open(ours, lambda _: None, lambda: None, TYPES)
-        await Channel.open(theirs, seen.append, ended.set, TYPES)
+        sender = await Channel.open(ours, lambda _: None, lambda: None)
+        await Channel.open(theirs, seen.append, ended.set)
         for message in MESSAGES:
             sender.send(message)
         sender.close()
@@ -59,14 +59,27 @@ def test_messages_arrive_whole_and_in_order() -> None:
 def test_messages_split_at_any_byte(step: int) -> None:
     async def scenario() -> None:
         seen: list[Any] = []
-        channel = Channel(seen.append, lambda: None, TYPES)
-        texts = [pickle.dumps(TYPES.encode(Name(str(at)))) for at in range(20)]
+        channel = Channel(seen.append, lambda: None)
+        texts = [pickle.dumps(Name(str(at))) for at in range(20)]
         sent = b"".join(len(text).to_bytes(4, "little") + text for text in texts)
         for at in range(0, len(sent), step):
             channel.data_received(sent[at : at + step])
         assert seen == [Name(str(at)) for at in range(20)]
 
     run(scenario())
+
+
+def test_numbered_types_are_pickled_without_their_names() -> None:
+    named = pickle.dumps(Name("a"))
+    assert b"Name" in named
+    pickle_by_number(255, Name)
+    try:
+        numbered = pickle.dumps(Name("a"))
+        assert b"Name" not in numbered
+        for each in (named, numbered):
+            assert type(pickle.loads(each)) is Name  # noqa: S301 - ours
+    finally:
+        copyreg.remove_extension(Name.__module__, "Name", 255)
 
 
 def test_messages_of_one_iteration_are_one_write_with_lazy_ones() -> None:
@@ -81,7 +94,7 @@ def test_messages_of_one_iteration_are_one_write_with_lazy_ones() -> None:
             return False
 
     async def scenario() -> None:
-        channel = Channel(lambda _: None, lambda: None, TYPES)
+        channel = Channel(lambda _: None, lambda: None)
         transport: Any = Transport()
         channel.connection_made(transport)
         channel.send_lazily(Name("later"))

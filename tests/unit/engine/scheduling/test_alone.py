@@ -6,12 +6,11 @@ import time
 
 from convgrad_service.engine.scheduling.scheduler import Scheduler
 from convgrad_service.engine.scheduling.task import Job
-from convgrad_service.problems.base import Lane
-from tests.support.scheduling import DONE, Recorder, job, known_pace, run, submit
+from tests.support.scheduling import DONE, Recorder, alone, job, known_pace, run, submit
 
 
 def alone_job() -> Job:
-    return job()._replace(lane=Lane.ALONE)
+    return Job(alone(job().layout), 0)
 
 
 def test_exclusive_job_reserves_a_worker() -> None:

@@ -26,8 +26,8 @@ from convgrad_service.engine.scheduling.task import Job, Task
 from convgrad_service.engine.shm.registry import RegionSlice
 from convgrad_service.engine.workers.inline_executor import InlineExecutor
 from convgrad_service.problems import problem_from
-from convgrad_service.problems.base import Lane
 from tests.support.fake_backends import Failing, Sums, Zeros
+from tests.support.scheduling import alone
 
 ARRAY = np.arange(16, dtype=np.float32).reshape(1, 1, 4, 4)
 POOL = {"input": ARRAY, "kernel_size": 2}
@@ -259,7 +259,7 @@ def test_nothing_runs_inline_during_a_timing() -> None:
             executor.learn(layout, 1e-6)
             assert executor.try_run(layout, 0) is not None
             (worker,) = hub.scheduler._running
-            timing = Task(Job.of(layout, 0, ())._replace(lane=Lane.ALONE), 0.0, large=True)
+            timing = Task(Job.of(alone(layout), 0, ()), 0.0, large=True)
             hub.scheduler._running[worker].append(timing)
             assert hub.status.timing
             assert executor.try_run(layout, 0) is None

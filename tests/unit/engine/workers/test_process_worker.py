@@ -22,7 +22,7 @@ def test_only_what_succeeds_at_once_is_brief() -> None:
         sent: list[RunTask] = []
         scheduler = Scheduler(4)
         worker = ProcessWorker(WorkerRecipe(lambda _: Zeros()), 0, RegionRegistry(1), scheduler)
-        channel: Any = SimpleNamespace(send_now=lambda message: sent.append(RunTask(*message)))
+        channel: Any = SimpleNamespace(send_now=sent.append)
         worker._jobs = channel
         scheduler.add(worker)
 
@@ -31,12 +31,12 @@ def test_only_what_succeeds_at_once_is_brief() -> None:
             for reply in (result, None):
                 task = submit(scheduler)
                 brief = sent[-1].brief
-                worker._task_message((sent[-1].number, reply or tuple(DONE)))
+                worker._task_message((sent[-1].number, reply or DONE))
                 task.done.cancelled() or task.done.exception()
             return brief
 
         assert not ends_with(DeadlineExceeded("the client left"))
-        assert ends_with(tuple(DONE))
+        assert ends_with(DONE)
         assert not ends_with(DeadlineExceeded("the client left"))
 
     run(scenario())

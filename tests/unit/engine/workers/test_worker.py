@@ -23,7 +23,7 @@ def test_what_is_cancelled_too_late_is_not_remembered() -> None:
     serving.start()
     for number, brief in enumerate((True, False, True, True)):
         interned = 0, pooling().packed
-        jobs.send(tuple(RunTask(number, interned, 0, (), None, (), brief)))
+        jobs.send(RunTask(number, interned, 0, (), None, (), brief))
         assert jobs.receive()[0] == number
         worker.handle_control(Cancel(number))
         assert not worker._cancelled_early
