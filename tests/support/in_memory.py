@@ -9,7 +9,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from numpy.typing import NDArray
 
 from convgrad.contract import Report
-from convgrad_service.engine.execution import Execution, Result
+from convgrad_service.engine.execution import Execution
 from convgrad_service.engine.memory.arena import Lease
 from convgrad_service.engine.pipeline import Pipeline
 from convgrad_service.engine.request import ComputeRequest, Decoded
@@ -26,9 +26,10 @@ class Kept(NamedTuple):
     report: Report
 
 
-def kept(result: Result) -> Kept:
-    """Copies of a result's outputs, and its report."""
-    return Kept({name: array.copy() for name, array in result.outputs.items()}, result.report)
+def kept(execution: Execution) -> Kept:
+    """Copies of the outputs, and the report."""
+    outputs = {name: array.copy() for name, array in execution.outputs.items()}
+    return Kept(outputs, execution.report)
 
 
 class InMemory(Generic[T]):
@@ -42,7 +43,7 @@ class InMemory(Generic[T]):
         pipeline: Pipeline,
         request: ComputeRequest,
         decode: Callable[[], Mapping[str, Any]],
-        encode: Callable[[Result], T],
+        encode: Callable[[Execution], T],
         key: Hashable | None = None,
     ) -> None:
         self.answered: list[T] = []
@@ -62,10 +63,10 @@ class InMemory(Generic[T]):
     def watch(self, gone: Callable[[], None] | None) -> None:
         """Nobody goes."""
 
-    async def send(self, execution: Execution, result: Result) -> None:
+    async def send(self, execution: Execution) -> None:
         with self._request.timings.stage("encode"):
             self.answered.append(
-                await self._pipeline.in_thread(lambda: self._encode(result), execution.lease)
+                await self._pipeline.in_thread(lambda: self._encode(execution), execution.lease)
             )
 
 
@@ -73,9 +74,9 @@ async def answer(
     pipeline: Pipeline,
     request: ComputeRequest,
     decode: Callable[[], Mapping[str, Any]],
-    encode: Callable[[Result], T],
+    encode: Callable[[Execution], T],
 ) -> T:
-    """What ``encode`` makes of the result; it must hold no view of the result's arrays."""
+    """What ``encode`` makes of the outputs; it must hold no view of them."""
     transport = InMemory(pipeline, request, decode, encode)
     await pipeline.run(request, transport)
     return transport.answered[0]

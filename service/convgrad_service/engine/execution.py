@@ -69,8 +69,13 @@ class Execution:
     """One request: `fill`, then `compute`, then `end`.
 
     ``in_thread`` is `Pipeline.in_thread`. ``to_store`` maps the names of outputs to be stored on
-    the server to their memory.
+    the server to their memory. Arrays and report are made on demand: a template needs none.
     """
+
+    job_result: JobResult
+    """How it was computed, once `compute` has returned."""
+    progress: Progress | None = None
+    """Set if the outputs are still being computed."""
 
     def __init__(
         self,
@@ -87,7 +92,7 @@ class Execution:
         self._engine, self._compute_request, self._prepared = engine, request, prepared
         self._in_thread, self._to_store = in_thread, to_store
         self._job = Job.of(prepared.layout, lease.offset, lease.regions)
-        self._computing: asyncio.Future[Result] | None = None
+        self._computing: asyncio.Future[JobResult] | None = None
 
     def input_views(self) -> dict[str, memoryview]:
         """Return the memory of the inputs that are not in shared memory, writable, by name."""
@@ -135,19 +140,21 @@ class Execution:
         small = sum(self.inputs[name].nbytes for name in sources if name in self.inputs)
         await self._in_thread(write, self.lease, body_lease, inline=small <= SMALL_BYTES)
 
-    async def compute(self, *, streamed: bool = False) -> Result:
+    async def compute(self, *, streamed: bool = False) -> None:
         """Compute the outputs or, of a large response that may be ``streamed``, its first part.
 
         Cancelling this drops a waiting job, and asks a running one to stop.
         """
         layout = self.layout
         if not streamed or self._job.tasks == 1 or self._to_store or not _can_stream(layout):
-            return await self._compute(None)
+            self.job_result = await self._compute(None)
+            return
         progress = Progress(layout.problem, layout.parts, self._compute_request.deadline)
         self._computing = await progress.first(self._compute(progress.part_done))
         if self._computing.done():
-            return self._computing.result()
-        return Result(self, progress.so_far, progress)
+            self.job_result = self._computing.result()
+        else:
+            self.job_result, self.progress = progress.so_far, progress
 
     async def end(self) -> None:
         """Stop computing, and release the memory."""
@@ -157,14 +164,12 @@ class Execution:
         if self._to_store and not self.is_stored:
             await abandon(self._engine, self._to_store)
 
-    def template(
-        self, job_result: JobResult, make: Callable[[Report], ResponseTemplate]
-    ) -> ResponseTemplate | None:
+    def template(self, make: Callable[[Report], ResponseTemplate]) -> ResponseTemplate | None:
         """Return the response's template; None if the request is not cached.
 
         ``make`` is called on a miss, with a report whose seconds are a placeholder for `split_at`.
         """
-        templates = self._prepared.templates
+        templates, job_result = self._prepared.templates, self.job_result
         if templates is None:
             return None
         key = self._engine.backend, job_result.kernel, job_result.pieces, job_result.workspace_bytes
@@ -172,8 +177,7 @@ class Execution:
         if template is None:
             if len(templates) >= _MAX_TEMPLATES:
                 templates.clear()
-            report = self.report(job_result._replace(compute_s=_PLACEHOLDER_S))
-            template = templates[key] = make(report)
+            template = templates[key] = make(self._report(_PLACEHOLDER_S))
         return template
 
     def output_bytes(self, template: ResponseTemplate) -> list[bytes | memoryview]:
@@ -190,7 +194,7 @@ class Execution:
                 return tensor.offset, tensor.spec.size_bytes
         raise KeyError(output)
 
-    async def _compute(self, on_part_done: OnPartDone | None) -> Result:
+    async def _compute(self, on_part_done: OnPartDone | None) -> JobResult:
         job_result = self._try_inline() or await self._compute_by_worker(on_part_done)
         timings = self._compute_request.timings
         timings.flops += self.layout.flops
@@ -199,7 +203,7 @@ class Execution:
             owner = self._compute_request.owner
             await call_hub(self._engine, TensorStore.commit, owner, self._to_store)
             self.is_stored = True
-        return Result(self, job_result)
+        return job_result
 
     def _try_inline(self) -> JobResult | None:
         """Compute on the event loop; None if a worker must do it."""
@@ -237,45 +241,22 @@ class Execution:
             engine.inline_executor.learn(self.layout, job_result.compute_s)
         return job_result
 
-    def report(self, job_result: JobResult) -> Report:
-        """Return how the problem was computed, for the client."""
+    @property
+    def report(self) -> Report:
+        """How the problem was computed, for the client."""
+        return self._report(self.job_result.compute_s)
+
+    def _report(self, compute_s: float) -> Report:
+        job_result = self.job_result
         return Report(
             backend=self._engine.backend,
             kernel=job_result.kernel,
             flops=self.layout.flops,
             bytes=self.layout.compulsory_bytes,
-            compute_s=job_result.compute_s,
+            compute_s=compute_s,
             pieces=job_result.pieces,
             workspace_bytes=job_result.workspace_bytes,
         )
-
-
-class Result:
-    """A result for a transport to encode. Attributes are made on demand: a template needs none.
-
-    With ``progress`` the outputs are still being computed.
-    """
-
-    __slots__ = ("_execution", "job_result", "progress")
-
-    def __init__(
-        self, execution: Execution, job_result: JobResult, progress: Progress | None = None
-    ) -> None:
-        self._execution, self.job_result, self.progress = execution, job_result, progress
-
-    @property
-    def request(self) -> Request:
-        return self._execution.request
-
-    @property
-    def outputs(self) -> Mapping[str, NDArray[Any]]:
-        """The outputs by name."""
-        return self._execution.outputs
-
-    @property
-    def report(self) -> Report:
-        """How they were computed, for the client."""
-        return self._execution.report(self.job_result)
 
 
 def split_at(text: bytes, encode: Callable[[float], bytes]) -> tuple[bytes, bytes]:

@@ -29,7 +29,7 @@ from convgrad_service.engine.admission import (
     Limits,
 )
 from convgrad_service.engine.engine import Engine, call_hub
-from convgrad_service.engine.execution import Execution, PreparedRequest, Result, abandon
+from convgrad_service.engine.execution import Execution, PreparedRequest, abandon
 from convgrad_service.engine.memory.arena import Lease, out_of_memory
 from convgrad_service.engine.memory.tensor_layout import (
     outputs_to_store,
@@ -94,8 +94,8 @@ class Transport(Protocol):
         """Call ``gone`` if the client disconnects, until this is called with None."""
         ...
 
-    async def send(self, execution: Execution, result: Result) -> None:
-        """Encode and send the result; its arrays must not be used afterwards."""
+    async def send(self, execution: Execution) -> None:
+        """Encode and send the outputs; they must not be used afterwards."""
         ...
 
 
@@ -223,15 +223,15 @@ class Pipeline:
                     transport.watch(lambda: scope.cancel(ClientGone()))
                     admission.arrived()
                     try:
-                        result = await execution.compute(streamed=transport.streams)
+                        await execution.compute(streamed=transport.streams)
                     finally:
                         transport.watch(None)
                     admission.end()
                     # The transport has its own limits on slow readers.
                     scope.set_deadline(None)
-                    await transport.send(execution, result)
-                    if result.progress is not None:
-                        await result.progress.end()
+                    await transport.send(execution)
+                    if execution.progress is not None:
+                        await execution.progress.end()
                 finally:
                     await execution.end()
         finally:

@@ -14,7 +14,7 @@ import numpy as np
 from convgrad.contract import OPERATIONS, Operation, Report
 from convgrad.errors import MalformedRequest, ProblemTooLarge, ServiceError
 from convgrad_service.engine.admission import Deadline
-from convgrad_service.engine.execution import Execution, ResponseTemplate, Result, split_at
+from convgrad_service.engine.execution import Execution, ResponseTemplate, split_at
 from convgrad_service.engine.memory.arena import Lease
 from convgrad_service.engine.pipeline import Pipeline
 from convgrad_service.engine.request import SMALL_BYTES, ComputeRequest, Decoded, blank
@@ -241,27 +241,24 @@ class InferTransport:
     def watch(self, gone: Callable[[], None] | None) -> None:
         """Do nothing: if the client leaves, grpcio cancels the call's task."""
 
-    async def send(self, execution: Execution, result: Result) -> None:
+    async def send(self, execution: Execution) -> None:
         request = execution.notes.request
         if self._split is not None and self._split.id:
             request = replace(request, id=self._split.id.decode())
         with self.request.timings.stage("encode"):
-            template = execution.template(
-                result.job_result, lambda report: _template(execution, report)
-            )
+            template = execution.template(partial(_template, execution))
             if template is not None:
-                parts = self._from_template(execution, template, result.job_result.compute_s)
+                parts = self._from_template(execution, template)
             else:
                 parts = encode_response(
-                    request, result.outputs, result.report, in_stream=self._in_stream
+                    request, execution.outputs, execution.report, in_stream=self._in_stream
                 )
         self._context.sent_bytes += sum(map(len, parts))
         await self._reply(parts)
 
-    def _from_template(
-        self, execution: Execution, template: ResponseTemplate, compute_s: float
-    ) -> list[Part]:
-        parts: list[Part] = [template.before, _DOUBLE.pack(compute_s), template.after]
+    def _from_template(self, execution: Execution, template: ResponseTemplate) -> list[Part]:
+        seconds = _DOUBLE.pack(execution.job_result.compute_s)
+        parts: list[Part] = [template.before, seconds, template.after]
         if self._split is not None and self._split.id:
             parts.append(bytes((_ID, len(self._split.id))) + self._split.id)
         return [*parts, *execution.output_bytes(template)]

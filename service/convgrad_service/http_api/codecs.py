@@ -28,7 +28,6 @@ from convgrad_service.engine.execution import (
     Execution,
     Filler,
     ResponseTemplate,
-    Result,
     Source,
     split_at,
 )
@@ -93,26 +92,26 @@ class BodyForm:
 class AnswerForm:
     """A media type of answers.
 
-    ``encode`` refers to the result's arrays without copying; ``refuse`` raises, before anything is
+    ``encode`` refers to the outputs without copying; ``refuse`` raises, before anything is
     computed, if the answer could not be encoded. With ``streams``, sending can begin before all of
     the answer has been computed. With ``reports``, the report is in a header.
     """
 
     media_type: str
-    encode: Callable[[Execution, Result], Sequence[Chunk]]
+    encode: Callable[[Execution], Sequence[Chunk]]
     refuse: Callable[[Request, Problem], None] | None = None
     streams: bool = False
     reports: bool = False
 
-    def headers(self, result: Result) -> Headers:
+    def headers(self, execution: Execution) -> Headers:
         """Return the headers that depend on the form."""
         media_type = self.media_type
         if media_type == NPY:
-            ((_, array),) = result.outputs.items()
+            ((_, array),) = execution.outputs.items()
             media_type = npy_content_type(array)
         headers = [(b"content-type", media_type.encode()), (b"vary", b"accept")]
         if self.reports:
-            report = result.report.model_dump_json().encode("ascii")
+            report = execution.report.model_dump_json().encode("ascii")
             headers.append((REPORT_HEADER.lower().encode(), report))
         return headers
 
@@ -150,9 +149,9 @@ class OperationTransport(HttpTransport):
         if (refuse := ANSWER_FORMS[self.answer].refuse) is not None:
             refuse(request, problem)
 
-    def encode(self, execution: Execution, result: Result) -> tuple[Headers, Sequence[Chunk]]:
+    def encode(self, execution: Execution) -> tuple[Headers, Sequence[Chunk]]:
         form = ANSWER_FORMS[self.answer]
-        return form.headers(result), form.encode(execution, result)
+        return form.headers(execution), form.encode(execution)
 
 
 @lru_cache(maxsize=256)
@@ -183,20 +182,20 @@ def _decode_safetensors(
     return {**parameters, **tensors}, Content(spans=spans)
 
 
-def _encode_safetensors(execution: Execution, result: Result) -> Sequence[Chunk]:
-    progress = result.progress
+def _encode_safetensors(execution: Execution) -> Sequence[Chunk]:
+    progress = execution.progress
     if progress is None:
         make = partial(_safetensors_template, execution)
-        if (template := execution.template(result.job_result, make)) is not None:
-            text = template.before + repr(result.job_result.compute_s).encode() + template.after
+        if (template := execution.template(make)) is not None:
+            text = template.before + repr(execution.job_result.compute_s).encode() + template.after
             text += b" " * (-len(text) % 8)
             return [len(text).to_bytes(8, "little") + text, *execution.output_bytes(template)]
-    store = result.request.store
-    metadata = {"report": result.report.model_dump_json()}
+    store, outputs = execution.request.store, execution.outputs
+    metadata = {"report": execution.report.model_dump_json()}
     if store:
-        stored = {name: stored_tensor(result.outputs[name], store[name]) for name in store}
+        stored = {name: stored_tensor(outputs[name], store[name]) for name in store}
         metadata["stored"] = json.dumps(stored)
-    sent = {name: array for name, array in result.outputs.items() if name not in store}
+    sent = {name: array for name, array in outputs.items() if name not in store}
     if progress is None:
         return safetensors.encode(sent, metadata)
     specs = {name: (dtype_of(array), array.shape) for name, array in sent.items()}
@@ -342,9 +341,9 @@ def _members(encoded: Mapping[str, Any], elements: int) -> Iterator[bytes | Enco
         separator = b","
 
 
-def _encode_json(_: Execution, result: Result) -> Sequence[Chunk]:
-    request = result.request
-    return json_answer(result.outputs, result.report, request.response, request.store)
+def _encode_json(execution: Execution) -> Sequence[Chunk]:
+    request = execution.request
+    return json_answer(execution.outputs, execution.report, request.response, request.store)
 
 
 def _refuse_json(request: Request, problem: Problem) -> None:

@@ -14,7 +14,7 @@ from convgrad.contract.base import parse_field, refuse_unknown
 from convgrad.errors import MalformedRequest, Overloaded, ProblemTooLarge, ServiceError
 from convgrad.wire.sentences import shown
 from convgrad.wire.strict_json import dumps
-from convgrad_service.engine.execution import Execution, Result
+from convgrad_service.engine.execution import Execution
 from convgrad_service.engine.request import Decoded, blank
 from convgrad_service.engine.scheduling.quotas import Caller, KeyLimits, Ticket
 from convgrad_service.engine.scheduling.task import JobHandle
@@ -52,8 +52,8 @@ class _ExaminationTransport(OperationTransport):
     def refuse(self, request: Request, problem: Problem) -> None:
         """Refuse a problem that would take too long, before anything is computed."""
 
-    async def send(self, execution: Execution, result: Result) -> None:
-        await self.respond(_JSON_HEADERS, [result.job_result.report_json])
+    async def send(self, execution: Execution) -> None:
+        await self.respond(_JSON_HEADERS, [execution.job_result.report_json])
 
 
 class VerifyTransport(_ExaminationTransport):
@@ -155,11 +155,11 @@ class TimeTransport(_ExaminationTransport):
         fields = {"budget_s": self._settings.timing_budget_s, **decoded.fields}
         return replace(decoded, fields=fields)
 
-    async def send(self, execution: Execution, result: Result) -> None:
+    async def send(self, execution: Execution) -> None:
         if self.answer == EVENT_STREAM:
-            self._timed = result.job_result.report_json
+            self._timed = execution.job_result.report_json
         else:
-            await super().send(execution, result)
+            await super().send(execution)
 
     async def run(self) -> None:
         if self.answer != EVENT_STREAM:
@@ -241,8 +241,8 @@ class PlanTransport(HttpTransport):
         query: bytes = self._scope["query_string"]
         return Decoded(query_fields(query, self.operation), notes=Content())
 
-    async def send(self, execution: Execution, result: Result) -> None:
-        await self.respond(_JSON_HEADERS, [result.job_result.report_json])
+    async def send(self, execution: Execution) -> None:
+        await self.respond(_JSON_HEADERS, [execution.job_result.report_json])
 
 
 def query_fields(query: bytes, operation: Operation) -> dict[str, Any]:

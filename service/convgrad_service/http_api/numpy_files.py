@@ -28,7 +28,7 @@ from convgrad.errors import MalformedRequest, NotAcceptable
 from convgrad.wire import npy, strict_json
 from convgrad.wire.sentences import shown
 from convgrad.wire.shapes import checked_dtype, dtype_of
-from convgrad_service.engine.execution import Execution, Result, Source
+from convgrad_service.engine.execution import Execution, Source
 from convgrad_service.http_api.content_types import content_type_parameters
 from convgrad_service.http_api.long_base64 import DeferredTensor
 from convgrad_service.http_api.transport import Arriving, Chunk, Content
@@ -206,21 +206,21 @@ def _text(encoded: bytes) -> str:
     return encoded.decode("utf-8", "replace")
 
 
-def encode_npy(execution: Execution, result: Result) -> Sequence[Chunk]:
+def encode_npy(execution: Execution) -> Sequence[Chunk]:
     """Encode the only output as a .npy file."""
-    ((name, array),) = result.outputs.items()
+    ((name, array),) = execution.outputs.items()
     header, data = npy.encode(array)
     assert isinstance(data, memoryview)  # noqa: S101
-    if result.progress is None:
+    if execution.progress is None:
         return [header, data]
-    return [header, Arriving(data, partial(result.progress.until, name))]
+    return [header, Arriving(data, partial(execution.progress.until, name))]
 
 
-def encode_npz(execution: Execution, result: Result) -> Sequence[Chunk]:
+def encode_npz(execution: Execution) -> Sequence[Chunk]:
     """Encode all outputs as a .npz file, uncompressed."""
     collected = _Chunks()
     with zipfile.ZipFile(collected, "w") as archive:  # type: ignore[call-overload]
-        for name, array in result.outputs.items():
+        for name, array in execution.outputs.items():
             # A fixed date, so that answers to the same request are identical.
             entry = zipfile.ZipInfo(f"{name}.npy")
             with archive.open(entry, "w", force_zip64=True) as file:

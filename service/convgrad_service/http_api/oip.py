@@ -24,7 +24,7 @@ from convgrad.errors import MalformedRequest, NotFound, UnsupportedProblem
 from convgrad.wire import strict_json
 from convgrad.wire.sentences import shown
 from convgrad_service.engine.engine import call_hub
-from convgrad_service.engine.execution import Execution, ResponseTemplate, Result, Source, split_at
+from convgrad_service.engine.execution import Execution, ResponseTemplate, Source, split_at
 from convgrad_service.engine.pipeline import Pipeline
 from convgrad_service.engine.request import Decoded, blank
 from convgrad_service.engine.shm.registry import RegionInfo
@@ -120,23 +120,23 @@ class InferTransport(HttpTransport):
             repeatable=not sources and all(binary or [request.binary_by_default]),
         )
 
-    def encode(self, execution: Execution, result: Result) -> tuple[Headers, Sequence[Chunk]]:
+    def encode(self, execution: Execution) -> tuple[Headers, Sequence[Chunk]]:
         request: InferRequest = execution.notes.request
-        template = execution.template(result.job_result, partial(_template, execution, request))
+        template = execution.template(partial(_template, execution, request))
         if template is not None:
-            return self._from_template(execution, template, result.job_result.compute_s)
+            return self._from_template(execution, template)
         if self._id:
             request = replace(request, id=self._id.decode())
-        text, *binary = encode_answer(request, result.outputs, result.report)
+        text, *binary = encode_answer(request, execution.outputs, execution.report)
         return _answer_headers(text, binary), [text, *binary]
 
     def _from_template(
-        self, execution: Execution, template: ResponseTemplate, compute_s: float
+        self, execution: Execution, template: ResponseTemplate
     ) -> tuple[Headers, Sequence[Chunk]]:
         before = template.before
         if self._id:
             before = b'{"id":"' + self._id + b'",' + before[1:]
-        text = before + repr(compute_s).encode() + template.after
+        text = before + repr(execution.job_result.compute_s).encode() + template.after
         return _answer_headers(text, template.outputs), [text, *execution.output_bytes(template)]
 
 

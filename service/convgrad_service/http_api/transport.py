@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 from convgrad.contract import Operation
 from convgrad.errors import MalformedRequest
 from convgrad_service.engine.admission import CancelScope, ClientGone, Deadline
-from convgrad_service.engine.execution import Execution, Result, Source
+from convgrad_service.engine.execution import Execution, Source
 from convgrad_service.engine.memory.arena import Lease
 from convgrad_service.engine.pipeline import Pipeline, Transport
 from convgrad_service.engine.request import SMALL_BYTES, ComputeRequest
@@ -187,16 +187,16 @@ class HttpTransport(Transport):
         elif self._leaving is not None:
             self._leaving.cancel()
 
-    def encode(self, execution: Execution, result: Result) -> tuple[Headers, Sequence[Chunk]]:
+    def encode(self, execution: Execution) -> tuple[Headers, Sequence[Chunk]]:
         """Return the answer's headers and body, which may refer to the outputs' memory."""
         raise NotImplementedError
 
-    async def send(self, execution: Execution, result: Result) -> None:
+    async def send(self, execution: Execution) -> None:
         outputs = execution.layout.outputs
         held = sum(tensor.spec.size_bytes for tensor in outputs if tensor.offset is not None)
         with self.request.timings.stage("encode"):
             headers, chunks = await self.pipeline.in_thread(
-                lambda: self.encode(execution, result),
+                lambda: self.encode(execution),
                 execution.lease,
                 inline=held <= SMALL_BYTES,
             )

@@ -27,7 +27,7 @@ from convgrad.errors import (
 from convgrad_service.backends.base import Outcome
 from convgrad_service.engine.admission import CancelScope, Deadline, Limits
 from convgrad_service.engine.embedded import embedded_hub
-from convgrad_service.engine.execution import Result
+from convgrad_service.engine.execution import Execution
 from convgrad_service.engine.hub import Hub
 from convgrad_service.engine.memory.arena import PAGE_BYTES
 from convgrad_service.engine.options import SMALL_REQUEST_BYTES, EngineOptions
@@ -102,8 +102,8 @@ def test_inputs_and_outputs_are_in_the_arena() -> None:
                 assert arena.address <= array.ctypes.data < arena.address + arena.size_bytes
             work.inputs["grad_output"][...] = 2
             await work.fill({"weight": lambda place: place.fill(3)})
-            result = await work.compute()
-            output = result.outputs["grad_input"]
+            await work.compute()
+            output = work.outputs["grad_input"]
             assert output.min() == output.max() == 16 * 5
             assert arena.address <= output.ctypes.data < arena.address + arena.size_bytes
         assert pipeline.hub.memory.used_bytes == 0
@@ -140,7 +140,7 @@ def test_decode_and_encode_run_in_threads() -> None:
             seen.append(threading.current_thread().name)
             return FIELDS
 
-        def encode(result: Result) -> None:
+        def encode(execution: Execution) -> None:
             seen.append(threading.current_thread().name)
 
         await answer(pipeline, call, decode, encode)

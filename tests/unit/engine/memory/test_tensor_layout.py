@@ -117,14 +117,14 @@ def test_first_bytes_are_final_before_the_last_part() -> None:
         async with begun(plane, called(), lambda: Decoded(FIELDS)) as work:
             await work.fill(work.request.tensors())
             backend.gate.release()
-            result = await work.compute(streamed=True)
-            progress = result.progress
+            await work.compute(streamed=True)
+            progress = work.progress
             assert progress is not None
-            assert result.report.pieces == 5
+            assert work.report.pieces == 5
             expected = whole()
             final = progress.final_bytes("grad_input")
             assert 0 < final == expected.nbytes // 8
-            found = result.outputs["grad_input"].reshape(-1).view(np.uint8)
+            found = work.outputs["grad_input"].reshape(-1).view(np.uint8)
             assert (found[:final] == expected.reshape(-1).view(np.uint8)[:final]).all()
             waiting = asyncio.ensure_future(progress.until("grad_input", final + 1))
             await asyncio.sleep(0.05)
@@ -134,7 +134,7 @@ def test_first_bytes_are_final_before_the_last_part() -> None:
             assert await waiting > final
             assert await progress.until("grad_input", expected.nbytes) == expected.nbytes
             await progress.end()
-            assert (result.outputs["grad_input"] == expected).all()
+            assert (work.outputs["grad_input"] == expected).all()
         assert plane.hub.memory.used_bytes == 0
 
     asyncio.run(scenario())
@@ -148,10 +148,10 @@ def test_failed_part_fails_the_request_and_frees_its_memory() -> None:
         async with begun(plane, called(), lambda: Decoded(FIELDS)) as work:
             await work.fill(work.request.tensors())
             backend.gate.release(3)
-            result = await work.compute(streamed=True)
-            assert result.progress is not None
+            await work.compute(streamed=True)
+            assert work.progress is not None
             with pytest.raises(InvalidProblem, match="it failed"):
-                await result.progress.until("grad_input", result.outputs["grad_input"].nbytes)
+                await work.progress.until("grad_input", work.outputs["grad_input"].nbytes)
         await _until_idle(plane)
         assert backend.runs == 3
 
@@ -193,10 +193,10 @@ def test_deadline_while_waiting_for_the_next_part() -> None:
         async with begun(plane, called(timeout_s=1.5), lambda: Decoded(FIELDS)) as work:
             await work.fill(work.request.tensors())
             backend.gate.release()
-            result = await work.compute(streamed=True)
-            assert result.progress is not None
+            await work.compute(streamed=True)
+            assert work.progress is not None
             with pytest.raises(DeadlineExceeded):
-                await result.progress.until("grad_input", result.outputs["grad_input"].nbytes)
+                await work.progress.until("grad_input", work.outputs["grad_input"].nbytes)
         await _until_idle(plane)
 
     asyncio.run(scenario())

@@ -100,8 +100,8 @@ def test_data_gradient_streams_before_weight_gradient_is_added_up() -> None:
         async with begun(plane, call, lambda: Decoded(BACKWARD)) as work:
             await work.fill(work.request.tensors())
             backend.gate.release()
-            result = await work.compute(streamed=True)
-            progress = result.progress
+            await work.compute(streamed=True)
+            progress = work.progress
             assert progress is not None
             cut = problem("conv_backward", **BACKWARD)
             pieces = len(parts.pieces_of(cut, parts.count_parts(cut)))
@@ -111,7 +111,7 @@ def test_data_gradient_streams_before_weight_gradient_is_added_up() -> None:
             backend.gate.release(pieces - 1)
             for name, array in wanted.items():
                 assert await progress.until(name, array.nbytes) == array.nbytes
-                assert_same_bits(result.outputs[name], array, name)
+                assert_same_bits(work.outputs[name], array, name)
             await progress.end()
         assert backend.runs == pieces
         assert plane.hub.memory.used_bytes == 0
@@ -125,9 +125,9 @@ def test_sums_are_not_streamed() -> None:
         plane = Plane(Gated(open_from_start=True))
         async with begun(plane, called(), lambda: Decoded(FIELDS)) as work:
             await work.fill(work.request.tensors())
-            result = await work.compute(streamed=True)
-            assert result.progress is None
-            assert_same_bits(result.outputs["grad_weight"], in_parts(FIELDS)["grad_weight"])
+            await work.compute(streamed=True)
+            assert work.progress is None
+            assert_same_bits(work.outputs["grad_weight"], in_parts(FIELDS)["grad_weight"])
 
     asyncio.run(scenario())
 
