@@ -38,7 +38,7 @@ from convgrad_service.engine.memory.tensor_layout import (
 )
 from convgrad_service.engine.options import SMALL_REQUEST_BYTES
 from convgrad_service.engine.request import ComputeRequest, Decoded, Fields, blank
-from convgrad_service.engine.scheduling.quotas import NO_LIMITS, Ticket
+from convgrad_service.engine.scheduling.quotas import UNLIMITED, Ticket
 from convgrad_service.engine.shm.registry import RegionPart
 from convgrad_service.engine.shm.stored import TensorStore, stored_fields
 from convgrad_service.problems import Problem, problem_from
@@ -195,11 +195,10 @@ class Pipeline:
     async def _run(
         self, request: ComputeRequest, transport: Transport, admission: Admission
     ) -> None:
-        ticket = None
+        ticket = UNLIMITED
         try:
             self.admit()
-            if request.caller.limits != NO_LIMITS:
-                ticket = await self.engine.acquire_ticket(request.caller)
+            ticket = await self.engine.acquire_ticket(request.caller)
             with CancelScope() as scope:
                 if request.counts_receiving and not transport.enforces_deadline:
                     scope.set_deadline(request.deadline)
@@ -236,8 +235,7 @@ class Pipeline:
                     await execution.end()
         finally:
             admission.end()
-            if ticket is not None:
-                ticket.release()
+            ticket.release()
 
     async def prepare(
         self,
@@ -247,7 +245,7 @@ class Pipeline:
         key: Hashable | None = None,
         body_lease: Lease | None = None,
         inline: bool = False,
-        ticket: Ticket | None = None,
+        ticket: Ticket = UNLIMITED,
     ) -> Execution:
         """Decode and validate a request, unless its key is cached, and lease its memory.
 
@@ -283,7 +281,11 @@ class Pipeline:
                         if len(self._prepared) > _MAX_PREPARED:
                             self._prepared.popitem(last=False)
                 _apply_timeout(request, prepared.timeout_s)
-            lease = await self._lease(request, prepared, ticket)
+            await ticket.charge(prepared.layout.size_bytes, prepared.layout.flops)
+            with request.timings.stage("queue"):
+                lease = await self.engine.reserve(
+                    prepared.layout.size_bytes, regions=prepared.parts
+                )
         except BaseException:
             if to_store:
                 await abandon(self.engine, to_store)
@@ -345,15 +347,6 @@ class Pipeline:
         }
         parts = {field: found[name].part for field, name in named.items()}
         return {**fields, **blanks}, {**regions, **parts}
-
-    async def _lease(
-        self, request: ComputeRequest, prepared: PreparedRequest, ticket: Ticket | None
-    ) -> Lease:
-        size_bytes = prepared.layout.size_bytes
-        if ticket is not None:
-            await ticket.charge(size_bytes, prepared.layout.flops)
-        with request.timings.stage("queue"):
-            return await self.engine.reserve(size_bytes, regions=prepared.parts)
 
 
 def _apply_timeout(request: ComputeRequest, timeout_s: float | None) -> None:

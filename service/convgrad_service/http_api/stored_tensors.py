@@ -20,7 +20,7 @@ from convgrad_service.engine.engine import call_hub
 from convgrad_service.engine.execution import abandon
 from convgrad_service.engine.memory.arena import Lease
 from convgrad_service.engine.pipeline import Pipeline
-from convgrad_service.engine.scheduling.quotas import Ticket, acquired
+from convgrad_service.engine.scheduling.quotas import Ticket
 from convgrad_service.engine.shm.stored import TensorStore
 from convgrad_service.http_api.body import Body, connection_of
 from convgrad_service.http_api.codecs import JSON, SAFETENSORS, described_tensor, parse_json_body
@@ -91,7 +91,8 @@ class _StoredTensor:
         settings = self._settings
         max_bytes = settings.max_json_bytes if media_type == JSON else settings.max_body_bytes
         body = Body.of(request, context, settings, max_bytes, self._engine)
-        async with acquired(self._engine, context.caller) as ticket:
+        ticket = await self._engine.acquire_ticket(context.caller)
+        try:
             if media_type == JSON:
                 taken = self._from_json(body, ticket)
             else:
@@ -104,11 +105,13 @@ class _StoredTensor:
                 except BaseException:
                     await abandon(self._engine, made)
                     raise
+        finally:
+            ticket.release()
         await JSONResponse(_described(name, spec))(request.scope, request.receive, send)
 
     @asynccontextmanager
     async def _from_file(
-        self, body: Body, ticket: Ticket | None, media_type: str, content_type: str
+        self, body: Body, ticket: Ticket, media_type: str, content_type: str
     ) -> AsyncIterator[tuple[TensorSpec, Lease]]:
         """Receive a safetensors or .npy file straight into memory."""
         fortran_order = False
@@ -137,7 +140,7 @@ class _StoredTensor:
 
     @asynccontextmanager
     async def _from_json(
-        self, body: Body, ticket: Ticket | None
+        self, body: Body, ticket: Ticket
     ) -> AsyncIterator[tuple[TensorSpec, Lease]]:
         text = await body.whole(self._engine)
         try:
@@ -156,15 +159,14 @@ class _StoredTensor:
 
     @asynccontextmanager
     async def _room(
-        self, spec: TensorSpec, ticket: Ticket | None
+        self, spec: TensorSpec, ticket: Ticket
     ) -> AsyncIterator[tuple[Lease, NDArray[np.generic]]]:
         """Reserve memory for a tensor until it has been copied to the store."""
         if spec.size_bytes == 0:
             raise MalformedRequest(
                 f"a tensor of shape {list(spec.shape)} is empty; expected at least one element"
             )
-        if ticket is not None:
-            await ticket.charge(spec.size_bytes)
+        await ticket.charge(spec.size_bytes)
         lease = await self._engine.reserve(spec.size_bytes)
         try:
             yield lease, self._engine.arena.array(lease.offset, spec)

@@ -22,7 +22,7 @@ from convgrad_service.engine.ipc.frontend import (
 )
 from convgrad_service.engine.memory.arena import Arena, FreeList, Lease, LeasePool
 from convgrad_service.engine.options import InlineBackend
-from convgrad_service.engine.scheduling.quotas import Caller, Ticket
+from convgrad_service.engine.scheduling.quotas import NO_LIMITS, UNLIMITED, Caller, Ticket
 from convgrad_service.engine.scheduling.task import Job, JobHandle, JobResult, OnPartDone
 from convgrad_service.engine.shm.registry import RegionPart
 from convgrad_service.engine.telemetry.record import Record
@@ -152,6 +152,8 @@ class RemoteHub:
         return replied
 
     async def acquire_ticket(self, caller: Caller) -> Ticket:
+        if caller.limits == NO_LIMITS:
+            return UNLIMITED
         number = next(self._numbers)
         ticket = _RemoteTicket(self, number)
         try:

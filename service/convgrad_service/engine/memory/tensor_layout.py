@@ -12,7 +12,6 @@ every request of the same sizes is split alike.
 
 from __future__ import annotations
 
-import logging
 import pickle
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -27,7 +26,6 @@ from convgrad_service.engine.shm.registry import RegionPart
 from convgrad_service.problems import Piece, Problem
 from convgrad_service.problems.base import TensorSpec
 
-_log = logging.getLogger("convgrad.parts")
 PART_BYTES = 64 * 2**20
 """Approximate size of a part's inputs and outputs: enough for a GPU's full throughput, small enough
 that the first part is on its way to the client while the others are computed."""
@@ -51,56 +49,30 @@ ALIGNMENT_BYTES = 256
 _INDEX_DTYPES = (DType.INT32, DType.INT64)
 
 
-class Partition(NamedTuple):
-    """The number of parts of a problem; if that is one, the ``reason``."""
-
-    parts: int
-    reason: str | None = None
-
-
 def count_parts(problem: Problem) -> int:
-    """Return the number of parts, and log why a large problem is not split."""
-    parts, reason = partition_of(problem)
-    if reason is not None and problem.memory_bytes >= 2 * PART_BYTES:
-        _log.debug("%s is not split: %s", problem.operation, reason)
-    return parts
-
-
-def partition_of(problem: Problem) -> Partition:
-    """Decide how a problem is split."""
-    size_bytes = problem.memory_bytes
-    parts = min(size_bytes // PART_BYTES, _MAX_PARTS)
+    """Return the number of parts that a problem is split into; 1 if it is not split."""
+    parts = min(problem.memory_bytes // PART_BYTES, _MAX_PARTS)
     if parts < 2:
-        return Partition(1, f"{size_bytes:,} bytes of tensors are less than 2 x {PART_BYTES:,}")
+        return 1
     pieces = pieces_of(problem, parts)
     if len(pieces) == 1:
-        return Partition(1, "it has no dimension to split")
+        return 1
     sums = {
         name: spec.size_bytes
         for piece in pieces
         for name, spec in piece.problem.outputs.items()
         if piece.combine[name] == "sum"
     }
-    return _partition_of_sum(problem, sum(sums.values())) if sums else Partition(parts)
+    return _count_parts_of_sum(problem, sum(sums.values())) if sums else parts
 
 
-def _partition_of_sum(problem: Problem, sum_bytes: int) -> Partition:
+def _count_parts_of_sum(problem: Problem, sum_bytes: int) -> int:
     if getattr(problem, "split_k", None) is not None:
-        return Partition(1, "split_k sets the number of partial sums")
-    part_bytes = _SUM_PART_FACTOR * PART_BYTES
-    size_bytes = problem.memory_bytes
+        return 1  # which sets the number of partial sums
+    parts = min(problem.memory_bytes // (_SUM_PART_FACTOR * PART_BYTES), _MAX_PARTS)
     input_bytes = sum(spec.size_bytes for spec in problem.inputs.values())
-    parts = min(size_bytes // part_bytes, _MAX_PARTS)
-    if parts < 2:
-        return Partition(1, f"{size_bytes:,} bytes of tensors are less than 2 x {part_bytes:,}")
     affordable = input_bytes // (_INPUTS_PER_PARTIAL_SUMS * sum_bytes)
-    if affordable < 2:
-        return Partition(
-            1,
-            f"adding up two partial sums of {sum_bytes:,} bytes would take longer than splitting "
-            f"{input_bytes:,} bytes of inputs saves",
-        )
-    return Partition(min(parts, affordable))
+    return max(1, min(parts, affordable))
 
 
 @lru_cache(maxsize=64)

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -68,27 +67,16 @@ class Ticket(Protocol):
         ...
 
 
-class _Issuer(Protocol):
-    async def acquire_ticket(self, caller: Caller) -> Ticket: ...
+class _Unlimited:
+    async def charge(self, size_bytes: int, flops: int = 0) -> None:
+        pass
+
+    def release(self) -> None:
+        pass
 
 
-@asynccontextmanager
-async def acquired(engine: _Issuer, caller: Caller) -> AsyncIterator[Ticket | None]:
-    """Hold a ticket of the caller's key for the block; None without limits.
-
-    Raises
-    ------
-    Overloaded
-        The key's requests are at a limit.
-    """
-    if caller.limits == NO_LIMITS:
-        yield None
-        return
-    ticket = await engine.acquire_ticket(caller)
-    try:
-        yield ticket
-    finally:
-        ticket.release()
+UNLIMITED: Ticket = _Unlimited()
+"""The ticket of every request whose key has no limits."""
 
 
 @dataclass(slots=True)

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 
 import pytest
 
 from convgrad.errors import Overloaded, ProblemTooLarge
+from convgrad_service.engine.embedded import embedded_hub
+from convgrad_service.engine.options import EngineOptions
 from convgrad_service.engine.scheduling.quotas import (
     ANYBODY,
     Caller,
     KeyLimits,
     Quotas,
     Ticket,
-    acquired,
 )
+from tests.support.fake_backends import Zeros
 
 
 def charge(ticket: Ticket, size_bytes: int, flops: int = 0) -> None:
@@ -109,36 +110,27 @@ def test_slow_request_rate_allows_single_requests() -> None:
     quotas.acquire(ada)
 
 
-class Engine:
-    def __init__(self) -> None:
-        self.quotas = Quotas()
-        self.asked = 0
-
-    async def acquire_ticket(self, caller: Caller):  # type: ignore[no-untyped-def]
-        self.asked += 1
-        return self.quotas.acquire(caller)
-
-
-def test_ticket_is_released_however_the_request_ends() -> None:
+def test_a_ticket_returns_what_it_was_charged() -> None:
     async def run() -> None:
-        engine, ada = Engine(), Caller("ada", KeyLimits(inflight=1, inflight_bytes=10))
-        with contextlib.suppress(RuntimeError):
-            async with acquired(engine, ada) as ticket:
-                assert ticket is not None
-                await ticket.charge(10)
-                raise RuntimeError
-        usage = engine.quotas.used["ada"]
-        assert (usage.requests, usage.size_bytes) == (0, 0)
+        quotas, ada = Quotas(), Caller("ada", KeyLimits(inflight=1, inflight_bytes=10))
+        ticket = quotas.acquire(ada)
+        await ticket.charge(10)
+        for _ in range(2):
+            ticket.release()
+            usage = quotas.used["ada"]
+            assert (usage.requests, usage.size_bytes) == (0, 0)
 
     asyncio.run(run())
 
 
-def test_no_ticket_without_limits() -> None:
+def test_requests_without_limits_are_not_counted() -> None:
     async def run() -> None:
-        engine = Engine()
+        hub = embedded_hub(Zeros(), EngineOptions(tensor_bytes=2**20, text_bytes=2**20))
         for caller in (ANYBODY, Caller("ada")):
-            async with acquired(engine, caller) as ticket:
-                assert ticket is None
-        assert engine.asked == 0
+            ticket = await hub.acquire_ticket(caller)
+            await ticket.charge(2**40, 2**60)
+            ticket.release()
+        assert not hub.quotas.used
+        hub.close()
 
     asyncio.run(run())

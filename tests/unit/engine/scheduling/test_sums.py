@@ -154,24 +154,14 @@ def test_float16_overflow_is_infinity() -> None:
 
 
 @pytest.mark.usefixtures("small_parts")
-def test_sums_are_split_only_if_it_saves_time(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    assert parts.partition_of(problem()) == (4, None)
-    assert parts.partition_of(problem("conv_backward", **BACKWARD)).parts > 2
+def test_sums_are_split_only_if_it_saves_time() -> None:
+    assert parts.count_parts(problem()) == 4
+    assert parts.count_parts(problem("conv_backward", **BACKWARD)) > 2
     wide = {**FIELDS, "grad_output": np.zeros((24, 4, 8, 8), np.float32), "weight_size": (9, 9)}
-    cut = parts.partition_of(problem("grouped_conv_bwd_weight", **wide, stride=1))
-    assert cut.parts == 1
-    assert "adding up" in (cut.reason or "")
-    few = parts.partition_of(problem("grouped_conv_bwd_weight", **{**FIELDS, "input": IMAGES[:2],
-                                                             "grad_output": GRAD[:2]}))  # fmt: skip
-    assert few.parts == 1
-    assert "less than 2 x" in (few.reason or "")
-    asked = problem("grouped_conv_bwd_weight", **FIELDS, split_k=2)
-    assert parts.partition_of(asked) == (1, "split_k sets the number of partial sums")
-    with caplog.at_level("DEBUG", "convgrad.parts"):
-        assert parts.count_parts(asked) == 1
-    assert "not split: split_k sets" in caplog.text
+    few = {**FIELDS, "input": IMAGES[:2], "grad_output": GRAD[:2]}
+    split_k = {**FIELDS, "split_k": 2}
+    for fields in ({**wide, "stride": 1}, few, split_k):
+        assert parts.count_parts(problem("grouped_conv_bwd_weight", **fields)) == 1
 
 
 @pytest.mark.usefixtures("small_parts")
