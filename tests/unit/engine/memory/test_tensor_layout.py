@@ -277,7 +277,8 @@ def test_only_parts_of_a_dead_worker_run_again() -> None:
                 next_one.held.clear()
                 await asyncio.sleep(0.01)
             assert sorted(again) == [1, 2, 3, 4]
-            assert (await computing).report.pieces == 5
+            await computing
+            assert work.report.pieces == 5
 
     asyncio.run(scenario())
 

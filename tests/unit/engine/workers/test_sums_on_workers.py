@@ -162,7 +162,8 @@ def test_last_task_waits_for_all_and_survives_a_worker_death() -> None:
             (again,) = fresh.held
             assert again is dying.held[4]
             schedule.finished(again, DONE._replace(pieces=0))
-            assert (await computing).report.pieces == 4
+            await computing
+            assert work.report.pieces == 4
         await _until_idle(plane)
 
     asyncio.run(scenario())
