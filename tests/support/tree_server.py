@@ -43,11 +43,11 @@ class TreeServer:
 
     @property
     def held_bytes(self) -> int:
-        """What requests, and the front ends' pockets, hold of the arena."""
+        """What requests, and the front ends' local pools, hold of the arena."""
         return self.tree.hub.memory.used_bytes + self.tree.hub.texts.used_bytes
 
     def settled_bytes(self) -> int:
-        """What is held when nobody asks for anything: what the front ends' pockets are."""
+        """What is held when nobody asks for anything: what the front ends' local pools are."""
         # A place is given back a moment after its answer has left.
         seen = [self.held_bytes]
         while len(seen) < 40 or len(set(seen[-40:])) > 1:

@@ -35,7 +35,7 @@ _POLL_S = 0.005
 _ARRIVING_S = 0.5
 # Likewise a large body counts towards those received ahead: for a shorter time while it arrives,
 # and then until it has been computed, unless problems take so long that a cache matters little.
-_LANDING_S, _LANDED_S = 0.01, 0.5
+_RECEIVING_LARGE_S, _RECEIVED_LARGE_S = 0.01, 0.5
 ALWAYS_ALLOWED_BYTES = 64 * 2**20
 """Outputs up to this size are allowed for any inputs."""
 
@@ -157,7 +157,7 @@ class Admission:
     def __init__(self, gate: AdmissionGate, *, large: bool) -> None:
         self._gate = gate
         self._arriving: int | None = gate.arriving.begin()
-        self._ahead = (gate.landing, gate.landing.begin()) if large else None
+        self._ahead = (gate.receiving_large, gate.receiving_large.begin()) if large else None
 
     def arrived(self) -> None:
         """Note that its body has been received: the request is queued now."""
@@ -167,7 +167,7 @@ class Admission:
         self._arriving = None
         if self._ahead is not None:
             self._not_ahead()
-            self._ahead = self._gate.landed, self._gate.landed.begin()
+            self._ahead = self._gate.received_large, self._gate.received_large.begin()
         self._gate.update_soon()
 
     def end(self) -> None:
@@ -185,7 +185,7 @@ class Admission:
             self._ahead = None
 
 
-class _Turn(NamedTuple):
+class _Waiter(NamedTuple):
     """A request in line; it gets an admission, or None for a refusal."""
 
     given: asyncio.Future[Admission | None]
@@ -213,9 +213,10 @@ class AdmissionGate:
     ) -> None:
         self._room, self._most_ahead, self._report = room, most_ahead, report
         self.arriving = _Recent(_ARRIVING_S)
-        self.landing, self.landed = _Recent(_LANDING_S), _Recent(_LANDED_S)
-        self._waiting: deque[_Turn] = deque()
-        self._to_refuse: deque[_Turn] = deque()
+        self.receiving_large = _Recent(_RECEIVING_LARGE_S)
+        self.received_large = _Recent(_RECEIVED_LARGE_S)
+        self._waiting: deque[_Waiter] = deque()
+        self._to_refuse: deque[_Waiter] = deque()
         self._reported = 0
         self._polling: asyncio.TimerHandle | None = None
         self._tokens = _REFUSAL_BURST
@@ -234,11 +235,11 @@ class AdmissionGate:
 
         ``large`` says that its body is large.
         """
-        return await self._wait(self._waiting, _Turn(self._future(), large))
+        return await self._wait(self._waiting, _Waiter(self._future(), large))
 
     async def wait_to_refuse(self) -> None:
         """Wait until an admitted request may be refused."""
-        await self._wait(self._to_refuse, _Turn(self._future()))
+        await self._wait(self._to_refuse, _Waiter(self._future()))
 
     def update_soon(self) -> None:
         """Admit and refuse as many as possible, once the running callback has ended."""
@@ -255,29 +256,29 @@ class AdmissionGate:
         return room - self.arriving.count() if room > 0 else room
 
     def _free_ahead(self) -> int:
-        return self._most_ahead() - self.landing.count() - self.landed.count()
+        return self._most_ahead() - self.receiving_large.count() - self.received_large.count()
 
-    async def _wait(self, line: deque[_Turn], turn: _Turn) -> Admission | None:
-        line.append(turn)
+    async def _wait(self, line: deque[_Waiter], waiter: _Waiter) -> Admission | None:
+        line.append(waiter)
         self._update()
         try:
-            return await turn.given
+            return await waiter.given
         finally:
-            if turn.given.cancelled():
+            if waiter.given.cancelled():
                 with contextlib.suppress(ValueError):  # its turn came just before
-                    line.remove(turn)
+                    line.remove(waiter)
 
     def _update(self) -> None:
         """Admit and refuse as many of those who wait as possible."""
         places = self._places()
         while places > 0 and self._waiting:
-            turn = self._waiting[0]
-            if turn.large and self._free_ahead() <= 0:
+            waiter = self._waiting[0]
+            if waiter.large and self._free_ahead() <= 0:
                 break
             self._waiting.popleft()
             self._late = max(self._late - 1, 0.0)
-            if not turn.given.done():  # else it was cancelled
-                turn.given.set_result(Admission(self, large=turn.large))
+            if not waiter.given.done():  # else it was cancelled
+                waiter.given.set_result(Admission(self, large=waiter.large))
                 places -= 1
         # Once there is room again, refusals do not wait: retries will find it.
         while places > len(self._waiting) and self._to_refuse:
@@ -311,10 +312,10 @@ class AdmissionGate:
         return True
 
 
-def _refuse(line: deque[_Turn]) -> None:
-    turn = line.popleft()
-    if not turn.given.done():  # else it was cancelled
-        turn.given.set_result(None)
+def _refuse(line: deque[_Waiter]) -> None:
+    waiter = line.popleft()
+    if not waiter.given.done():  # else it was cancelled
+        waiter.given.set_result(None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,7 +61,7 @@ class PreparedRequest(NamedTuple):
     layout: TensorLayout
     parts: tuple[RegionPart, ...]
     timeout_s: float | None
-    notes: Any
+    transport_data: Any
     templates: dict[Hashable, ResponseTemplate] | None
 
 
@@ -87,7 +87,7 @@ class Execution:
         to_store: Parts = _NO_PARTS,
     ) -> None:
         self.request, self.layout, self.lease = prepared.request, prepared.layout, lease
-        self.notes = prepared.notes
+        self.transport_data = prepared.transport_data
         self.is_stored = False
         self._engine, self._compute_request, self._prepared = engine, request, prepared
         self._in_thread, self._to_store = in_thread, to_store

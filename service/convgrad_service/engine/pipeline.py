@@ -362,4 +362,4 @@ def _prepared(
     shared = region_parts(problem, regions) if regions else {}
     layout = tensor_layout_of(problem, tuple(shared))
     parts = tuple(shared.values())
-    return PreparedRequest(request, layout, parts, decoded.timeout_s, decoded.notes, None)
+    return PreparedRequest(request, layout, parts, decoded.timeout_s, decoded.transport_data, None)

@@ -69,7 +69,7 @@ class Decoded:
         Called before anything is computed; raises if the response could not be encoded.
     timeout_s
         The request's own time limit.
-    notes
+    transport_data
         Private to the transport.
     repeatable
         Whether requests with the same key differ in their tensors' data alone.
@@ -79,7 +79,7 @@ class Decoded:
     regions: Mapping[str, RegionPart] = field(default_factory=dict)
     refuse: Callable[[Request, Problem], None] | None = None
     timeout_s: float | None = None
-    notes: Any = None
+    transport_data: Any = None
     repeatable: bool = True
 
 

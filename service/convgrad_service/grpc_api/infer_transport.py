@@ -20,7 +20,7 @@ from convgrad_service.engine.pipeline import Pipeline
 from convgrad_service.engine.request import SMALL_BYTES, ComputeRequest, Decoded, blank
 from convgrad_service.engine.telemetry.record import RequestContext
 from convgrad_service.grpc_api.exchange import Call
-from convgrad_service.grpc_api.limits import Answers, Arrivals
+from convgrad_service.grpc_api.limits import MessageReader, PendingResponses
 from convgrad_service.grpc_api.wire import (
     Part,
     cut_raw_contents,
@@ -30,7 +30,7 @@ from convgrad_service.grpc_api.wire import (
     read_infer_request,
     request_names,
 )
-from convgrad_service.oip.fields import SharedMemory, described, request_fields, tensor_in
+from convgrad_service.oip.fields import SharedMemory, array_or_blank, input_view, request_fields
 from convgrad_service.oip.request import InferRequest, Region, Span
 from convgrad_service.problems import Problem
 from convgrad_service.server.settings import Settings
@@ -77,7 +77,7 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
-class _Notes:
+class _InferData:
     """Cached for requests with the same key: the request without its id, and the names of the
     inputs in raw_input_contents, or None if the next message may hold other inputs there."""
 
@@ -119,8 +119,8 @@ class _Split(NamedTuple):
         """Return whether the pipeline has cached what depends on the key alone."""
         return self.operation is not None and pipeline.knows(self.operation, self.key)
 
-    def notes(self, request: InferRequest) -> _Notes | None:
-        """Return the notes for requests with the same key; None if they must not be cached."""
+    def data_for(self, request: InferRequest) -> _InferData | None:
+        """Return the data for requests with the same key; None if they must not be cached."""
         if (
             self.operation is not request.operation
             or self.id != request.id.encode()
@@ -129,7 +129,7 @@ class _Split(NamedTuple):
         ):
             return None
         names = (tensor.name for tensor in request.inputs if isinstance(tensor.source, Span))
-        return _Notes(replace(request, id=""), tuple(names))
+        return _InferData(replace(request, id=""), tuple(names))
 
 
 def _end_of_string(message: bytes, at: int, tag: int) -> int | None:
@@ -152,7 +152,7 @@ class InferTransport:
         self,
         pipeline: Pipeline,
         shared_memory: SharedMemory,
-        arrivals: Arrivals,
+        reader: MessageReader,
         context: RequestContext,
         deadline: Deadline,
         message: Message,
@@ -161,12 +161,12 @@ class InferTransport:
         in_stream: bool,
     ) -> None:
         self._pipeline, self._memory = pipeline, shared_memory
-        self._arrivals, self._context, self._message = arrivals, context, message
+        self._reader, self._context, self._message = reader, context, message
         self._reply, self._in_stream = send, in_stream
         self._split: _Split | None = None
         self._held_bytes = 0
         self._parsed: InferRequest
-        self._notes: _Notes
+        self._data: _InferData
         self.request = ComputeRequest(None, deadline, context.timings, context.caller)
 
     async def run(self) -> None:
@@ -182,7 +182,7 @@ class InferTransport:
         if message.receive is not None:
             message.body = await message.receive()
         if is_compressed(message.body):
-            message.body = await self._arrivals.inflated(message.body)
+            message.body = await self._reader.decompress(message.body)
         size_bytes = self._context.received_bytes = len(message.body)
         key: Hashable | None = None
         if size_bytes <= SMALL_BYTES and not self._in_stream:
@@ -192,32 +192,32 @@ class InferTransport:
         if key is None:
             parsed = self._parsed = message.read()
             self.request.operation = parsed.operation
-            self._notes = _Notes(parsed)
-            if self._split is not None and (notes := self._split.notes(parsed)) is not None:
-                key, self._notes = self._split.key, notes
+            self._data = _InferData(parsed)
+            if self._split is not None and (data := self._split.data_for(parsed)) is not None:
+                key, self._data = self._split.key, data
         assert self.request.operation is not None  # noqa: S101 - set above
         self._context.operation = self.request.operation.name
-        self._arrivals.hold(size_bytes)
+        self._reader.hold(size_bytes)
         self._held_bytes = size_bytes
         return key
 
     def decode(self) -> Decoded:
         request = self._parsed
         return Decoded(
-            request_fields(request, described),
+            request_fields(request, array_or_blank),
             regions=self._memory.parts(self._context.owner, request.regions),
             refuse=lambda _, problem: _refuse_above_message(request, problem),
             timeout_s=request.timeout_s,
-            notes=self._notes,
+            transport_data=self._data,
         )
 
     async def fill(self, execution: Execution) -> None:
-        notes: _Notes = execution.notes
+        data: _InferData = execution.transport_data
         body, self._message.body = self._message.body, b""
         with self.request.timings.stage("decode"):
-            if notes.raw_inputs is not None and self._split is not None:
+            if data.raw_inputs is not None and self._split is not None:
                 text, views = memoryview(self._split.text), execution.input_views()
-                for name, span in zip(notes.raw_inputs, self._split.spans, strict=True):
+                for name, span in zip(data.raw_inputs, self._split.spans, strict=True):
                     if name in views:
                         views[name][:] = text[span.start : span.start + span.size_bytes]
             else:
@@ -225,8 +225,8 @@ class InferTransport:
                     {
                         tensor.name: tensor.source
                         if isinstance(tensor.source, np.ndarray)
-                        else tensor_in(body, tensor)
-                        for tensor in notes.request.inputs
+                        else input_view(body, tensor)
+                        for tensor in data.request.inputs
                         if isinstance(tensor.source, np.ndarray | Span)
                     }
                 )
@@ -235,14 +235,14 @@ class InferTransport:
 
     def close(self) -> None:
         """Stop counting the message."""
-        self._arrivals.release(self._held_bytes)
+        self._reader.release(self._held_bytes)
         self._held_bytes = 0
 
     def watch(self, gone: Callable[[], None] | None) -> None:
         """Do nothing: if the client leaves, grpcio cancels the call's task."""
 
     async def send(self, execution: Execution) -> None:
-        request = execution.notes.request
+        request = execution.transport_data.request
         if self._split is not None and self._split.id:
             request = replace(request, id=self._split.id.decode())
         with self.request.timings.stage("encode"):
@@ -272,11 +272,11 @@ class InferMethod:
         pipeline: Pipeline,
         settings: Settings,
         shared_memory: SharedMemory,
-        arrivals: Arrivals,
-        answers: Answers,
+        reader: MessageReader,
+        responses: PendingResponses,
     ) -> None:
-        self.settings, self.arrivals, self.answers = settings, arrivals, answers
-        self.transport = partial(InferTransport, pipeline, shared_memory, arrivals)
+        self.settings, self.reader, self.responses = settings, reader, responses
+        self.transport = partial(InferTransport, pipeline, shared_memory, reader)
 
     async def __call__(self, call: Call) -> bytes:
         """Receive and answer one request."""
@@ -285,11 +285,11 @@ class InferMethod:
 
         async def send(parts: list[Part]) -> None:
             nonlocal sent
-            sent = await self.answers.joined(call, parts)
+            sent = await self.responses.join(call, parts)
 
         async def receive() -> bytes:
             context.operation = None
-            return await self.arrivals.message(call, deadline)
+            return await self.reader.message(call, deadline)
 
         context.operation = _UNKNOWN
         message = Message(receive=receive)
@@ -302,7 +302,7 @@ class InferMethod:
 
 
 def _template(execution: Execution, report: Report) -> ResponseTemplate:
-    request: InferRequest = execution.notes.request
+    request: InferRequest = execution.transport_data.request
     outputs = {
         name: blank(spec.shape, spec.dtype, name=name)
         for name, spec, *_ in execution.layout.outputs

@@ -23,7 +23,7 @@ from convgrad_service.engine.telemetry.record import RequestMetrics
 from convgrad_service.engine.telemetry.tracing import traces_to
 from convgrad_service.grpc_api.exchange import Call, Exchanges, MethodHandlers
 from convgrad_service.grpc_api.infer_transport import MAX_MESSAGE_BYTES, InferMethod
-from convgrad_service.grpc_api.limits import Answers, Arrivals
+from convgrad_service.grpc_api.limits import MessageReader, PendingResponses
 from convgrad_service.grpc_api.standard_services import HealthMethods, reflection_handlers
 from convgrad_service.grpc_api.stream import StreamMethod
 from convgrad_service.grpc_api.wire import SERVICE, message, parsed
@@ -151,11 +151,13 @@ class GrpcServer:
         keys = KeyRing(settings.api_keys, settings.key_limits) if settings.api_keys else None
         self._traces = traces_to(settings.otlp_endpoint) if settings.otlp_endpoint else None
         self._exchanges = Exchanges(pipeline.engine, keys, self._traces)
-        self.arrivals = Arrivals(settings)
+        self.reader = MessageReader(settings)
         memory = SharedMemory(pipeline.engine, settings)
-        infer = InferMethod(pipeline, settings, memory, self.arrivals, Answers(settings))
+        infer = InferMethod(pipeline, settings, memory, self.reader, PendingResponses(settings))
         describing = DescribingMethods(pipeline, memory, settings.service_name)
-        self._health = HealthMethods(pipeline, self._exchanges, Arrivals(settings, needs_key=False))
+        self._health = HealthMethods(
+            pipeline, self._exchanges, MessageReader(settings, needs_key=False)
+        )
         self.handlers: Mapping[str, grpc.RpcMethodHandler] = {
             **{
                 f"/{SERVICE.full_name}/{name}": self._describing(name, method)
@@ -166,7 +168,7 @@ class GrpcServer:
                 "ModelStreamInfer", StreamMethod(infer, self._exchanges)
             ),
             **self._health.handlers,
-            **reflection_handlers(self._exchanges, self.arrivals),
+            **reflection_handlers(self._exchanges, self.reader),
         }
         self._server: Any = None
 
@@ -212,7 +214,7 @@ class GrpcServer:
 
         async def work(call: Call) -> bytes:
             # Methods without a key are answered without reading their empty message.
-            body = b"" if name in _NO_KEY else await self.arrivals.message(call)
+            body = b"" if name in _NO_KEY else await self.reader.message(call)
             fields = await method(parsed(body, request_class), call.context.owner)
             answer = ParseDict(fields, response_class(), ignore_unknown_fields=True)
             encoded: bytes = answer.SerializeToString()

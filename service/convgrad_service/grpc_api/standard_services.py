@@ -23,7 +23,7 @@ from convgrad.errors import NotFound, Overloaded
 from convgrad.wire.sentences import shown
 from convgrad_service.engine.pipeline import Pipeline
 from convgrad_service.grpc_api.exchange import EOF, Call, Exchanges
-from convgrad_service.grpc_api.limits import Arrivals
+from convgrad_service.grpc_api.limits import MessageReader
 from convgrad_service.grpc_api.wire import SERVICE, parsed
 
 HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
@@ -38,8 +38,8 @@ _SERVICES = tuple(f"{package}.ServerReflection" for package in (_V1ALPHA, _V1))
 class HealthMethods:
     """``Check`` and ``Watch``, for the server as a whole ("") and the inference service."""
 
-    def __init__(self, pipeline: Pipeline, exchanges: Exchanges, arrivals: Arrivals) -> None:
-        self._pipeline, self._arrivals = pipeline, arrivals
+    def __init__(self, pipeline: Pipeline, exchanges: Exchanges, reader: MessageReader) -> None:
+        self._pipeline, self._reader = pipeline, reader
         self._watches = 0
         self._closed = False
         self._changed = asyncio.Event()
@@ -50,7 +50,7 @@ class HealthMethods:
         }
 
     async def _check(self, call: Call) -> bytes:
-        request = parsed(await self._arrivals.message(call), _Request)
+        request = parsed(await self._reader.message(call), _Request)
         status = self._status(request.service)
         if status == _Response.SERVICE_UNKNOWN:
             raise NotFound(f"there is no service {shown(request.service)}")
@@ -62,7 +62,7 @@ class HealthMethods:
                 f"{self._watches} clients watch this server's health, the maximum",
                 retry_after_s=60.0,
             )
-        request = parsed(await self._arrivals.message(call), _Request)
+        request = parsed(await self._reader.message(call), _Request)
         self._watches += 1
         if self._following is None:
             self._following = asyncio.ensure_future(self._follow(self._status("")))
@@ -111,7 +111,7 @@ def _answer(status: int) -> bytes:
 
 
 def reflection_handlers(
-    exchanges: Exchanges, arrivals: Arrivals
+    exchanges: Exchanges, reader: MessageReader
 ) -> Mapping[str, grpc.RpcMethodHandler]:
     """Return the handlers of ``ServerReflectionInfo``, by full method name."""
     servicer = aio.ReflectionServicer((SERVICE.full_name, HEALTH, *_SERVICES), pool=_Pool())
@@ -122,7 +122,7 @@ def reflection_handlers(
             yield parsed(body, reflection_pb2.ServerReflectionRequest)
 
     async def info(call: Call) -> None:
-        with arrivals.stream(call):
+        with reader.stream(call):
             async for answer in servicer.ServerReflectionInfo(requests(call), call.rpc):
                 await call.rpc.write(answer.SerializeToString())
 

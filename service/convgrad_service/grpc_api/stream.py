@@ -25,11 +25,11 @@ class StreamMethod:
 
     async def __call__(self, call: Call) -> None:
         """Answer all requests of a stream."""
-        with self._infer.arrivals.stream(call):
+        with self._infer.reader.stream(call):
             await self._answer_all(call)
 
     async def _answer_all(self, call: Call) -> None:
-        slots, places = asyncio.Semaphore(_STREAM_AHEAD), self._infer.arrivals.streams
+        slots, streams = asyncio.Semaphore(_STREAM_AHEAD), self._infer.reader.streams
         running: set[asyncio.Task[None]] = set()
         previous: asyncio.Task[None] | None = None
 
@@ -37,11 +37,11 @@ class StreamMethod:
             running.discard(task)
             slots.release()
             if not running:
-                places.rest(call)
+                streams.mark_idle(call)
 
         try:
             while (body := await call.rpc.read()) is not EOF:
-                places.work(call)
+                streams.mark_busy(call)
                 self._exchanges.authenticate(call)
                 await slots.acquire()
                 message = Message(bytes(body))
@@ -69,14 +69,14 @@ class StreamMethod:
             if previous is not None:
                 await asyncio.wait([previous])
             began = True
-            counted = await self._infer.answers.counted(call, sum(map(len, parts)))
+            pending = await self._infer.responses.count(call, sum(map(len, parts)))
             try:
                 # A cancelled write would leak its message in grpcio.
                 writing = asyncio.ensure_future(call.rpc.write(b"".join(parts)))
                 writing.add_done_callback(_retrieved)
                 await asyncio.shield(writing)
             finally:
-                counted.left()
+                pending.release()
 
         transport = self._infer.transport(context, deadline, message, send, in_stream=True)
         try:

@@ -1,10 +1,11 @@
-"""Messages of the Open Inference Protocol: classes, inflation, and inference without copies.
+"""Messages of the Open Inference Protocol: classes, decompression, and inference without copies.
 
 The classes have their own descriptor pool: in protobuf's default pool their names would collide
 with those of any other copy of the protocol in the process, such as tritonclient's.
 
-grpcio would inflate every message in its own memory, however many at a time: 3.6 MB sent to sixty
-calls took 1.5 GB, and everybody waited for 15 s. So messages are inflated here (gzip or deflate).
+grpcio would decompress every message in its own memory, however many at a time: 3.6 MB sent to
+sixty calls took 1.5 GB, and everybody waited for 15 s. So messages are decompressed here (gzip or
+deflate).
 
 Protobuf copies every ``bytes`` field when it parses, and again when the field is read. So the
 tensors, which are fields of the outermost message, are cut out of a request by walking its field
@@ -41,7 +42,7 @@ from convgrad_service.oip.request import (
     input_region,
     output_region,
     protocol_name,
-    separated,
+    split_reserved,
 )
 
 _POOL = DescriptorPool()
@@ -51,7 +52,7 @@ for _file in descriptor_pb2.FileDescriptorSet.FromString(
     _POOL.Add(_file)
 SERVICE: ServiceDescriptor = _POOL.FindServiceByName("inference.GRPCInferenceService")
 # Of messages without tensors, which have a few bytes.
-_MAX_INFLATED_BYTES = 64 * 1024
+_MAX_DECOMPRESSED_BYTES = 64 * 1024
 _EITHER_HEADER = zlib.MAX_WBITS + 32
 _GZIP, _ZLIB = b"\x1f\x8b", b"\x78"
 _FINAL = "triton_final_response"
@@ -81,21 +82,21 @@ def is_compressed(message: bytes) -> bool:
     return head == _GZIP or (head[:1] == _ZLIB and int.from_bytes(head, "big") % 31 == 0)
 
 
-def inflated(message: bytes, max_bytes: int) -> bytes:
-    """Inflate a message to at most ``max_bytes``.
+def decompress(message: bytes, max_bytes: int) -> bytes:
+    """Decompress a message to at most ``max_bytes``.
 
     Raises MalformedRequest if it is damaged or incomplete, PayloadTooLarge if it is longer.
     """
-    inflating = zlib.decompressobj(_EITHER_HEADER)
+    decompressor = zlib.decompressobj(_EITHER_HEADER)
     try:
-        found = inflating.decompress(message, max_bytes + 1)
+        found = decompressor.decompress(message, max_bytes + 1)
     except zlib.error as error:
         raise MalformedRequest(f"the compressed message cannot be read: {error}") from None
     if len(found) > max_bytes:
         raise PayloadTooLarge(
-            f"the message has more than {max_bytes:,} bytes once inflated, the maximum"
+            f"the message has more than {max_bytes:,} bytes once decompressed, the maximum"
         )
-    if not inflating.eof or inflating.unused_data:
+    if not decompressor.eof or decompressor.unused_data:
         raise MalformedRequest("the compressed message is not complete, or more follows its end")
     return found
 
@@ -108,7 +109,7 @@ def message(name: str) -> Any:
 def parsed(body: bytes, message_class: Any) -> Any:
     """Parse a message without tensors, which may be compressed; raises MalformedRequest."""
     if is_compressed(body):
-        body = inflated(body, _MAX_INFLATED_BYTES)
+        body = decompress(body, _MAX_DECOMPRESSED_BYTES)
     try:
         return message_class.FromString(body)
     except DecodeError:
@@ -130,7 +131,7 @@ def read_infer_request(body: bytes) -> InferRequest:
     except DecodeError:
         raise MalformedRequest("the message is not a ModelInferRequest") from None
     operation = operation_named(parsed.model_name, parsed.model_version)
-    reserved = separated(_parameters(parsed.parameters))
+    reserved = split_reserved(_parameters(parsed.parameters))
     spans = iter(raw) if raw else None
     request = InferRequest(
         operation,

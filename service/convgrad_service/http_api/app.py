@@ -35,7 +35,7 @@ from convgrad_service.engine.engine import call_hub
 from convgrad_service.engine.hub import Hub
 from convgrad_service.engine.pipeline import Pipeline
 from convgrad_service.engine.telemetry.tracing import traces_to
-from convgrad_service.http_api.codecs import ANSWER_FORMS, BODY_FORMS, OperationTransport
+from convgrad_service.http_api.codecs import REQUEST_FORMATS, RESPONSE_FORMATS, OperationTransport
 from convgrad_service.http_api.examinations import PlanTransport, TimeTransport, VerifyTransport
 from convgrad_service.http_api.middleware import ExchangeApp, ExchangeMiddleware, context_of
 from convgrad_service.http_api.oip import add_oip
@@ -191,12 +191,12 @@ def catalogue(pipeline: Pipeline, settings: Settings) -> dict[str, Any]:
         "server": "convgrad",
         "version": _version.__version__,
         "backend": pipeline.engine.status.backend,
-        "media_types": list(BODY_FORMS),
-        "answer_media_types": list(ANSWER_FORMS),
+        "media_types": list(REQUEST_FORMATS),
+        "answer_media_types": list(RESPONSE_FORMATS),
         "limits": {
             "body_bytes": {
                 media_type: int(getattr(settings, form.limit))
-                for media_type, form in BODY_FORMS.items()
+                for media_type, form in REQUEST_FORMATS.items()
             },
             "problem_bytes": pipeline.limits.problem_bytes,
             "problem_flops": pipeline.limits.problem_flops,

@@ -100,7 +100,7 @@ def connection_of(scope: Scope) -> Connection | None:
 
 
 @dataclass(slots=True)
-class Text:
+class WholeBody:
     """A whole body; ``lease`` is its place in the arena, None for small bodies."""
 
     data: memoryview
@@ -114,7 +114,7 @@ class Text:
 
 
 class Body:
-    """One body of at most ``max_bytes``, read by `at_least` and then `into`, or by `whole` at once.
+    """One body of at most ``max_bytes``, read by `peek` and `read_into`, or by `read_all` at once.
 
     Its pauses and its rate have the limits of ``settings``. While others wait for memory of
     ``engine``, where it is held, it must come within `MAX_TRANSFER_S`; its rate is known after
@@ -182,14 +182,14 @@ class Body:
                 "takes of this media type"
             )
 
-    async def at_least(self, size: int) -> bytes:
+    async def peek(self, size: int) -> bytes:
         """Return ``size`` bytes or more without consuming them; fewer if the body is shorter."""
         while len(self._ahead) < size and (part := await self._part()) is not None:
             self._ahead = self._ahead + part if self._ahead else part
         return self._ahead
 
-    async def into(self, targets: Sequence[memoryview | int], *, skip: int = 0) -> None:
-        """Skip ``skip`` bytes that `at_least` returned, and receive the rest into ``targets``.
+    async def read_into(self, targets: Sequence[memoryview | int], *, skip: int = 0) -> None:
+        """Skip ``skip`` bytes that `peek` returned, and receive the rest into ``targets``.
 
         A number among the targets is a count of bytes to drop.
 
@@ -222,7 +222,7 @@ class Body:
         if left:
             raise _wrong_length(targets, self.received_bytes - skip)
 
-    async def whole(self, engine: Engine) -> Text:
+    async def read_all(self, engine: Engine) -> WholeBody:
         """Receive all of it; the caller must release the result.
 
         Raises
@@ -230,9 +230,9 @@ class Body:
         Overloaded, ProblemTooLarge
             Other bodies hold the memory that it needs, or it needs more than there is.
         """
-        shown = await self.at_least(min(SMALL_BYTES + 1, self.content_length or SMALL_BYTES + 1))
+        shown = await self.peek(min(SMALL_BYTES + 1, self.content_length or SMALL_BYTES + 1))
         if self.ended:
-            return Text(memoryview(shown))
+            return WholeBody(memoryview(shown))
         promised = self.content_length or 2 * len(shown)
         text = await _place(engine, max(promised, len(shown)))
         try:
@@ -350,12 +350,12 @@ async def small_body(
     request: Request, context: RequestContext, settings: Settings, max_bytes: int
 ) -> bytes:
     """Receive a whole body of at most ``max_bytes``. Raises as `Body`."""
-    return await Body.of(request, context, settings, max_bytes).at_least(max_bytes + 1)
+    return await Body.of(request, context, settings, max_bytes).peek(max_bytes + 1)
 
 
-async def _place(engine: Engine, size: int) -> Text:
+async def _place(engine: Engine, size: int) -> WholeBody:
     lease = await engine.reserve(size, text=True)
-    return Text(engine.arena.view(lease.offset, size), lease)
+    return WholeBody(engine.arena.view(lease.offset, size), lease)
 
 
 def _from(target: memoryview | int, at: int) -> memoryview | int:

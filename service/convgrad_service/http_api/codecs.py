@@ -48,12 +48,12 @@ from convgrad_service.http_api.numpy_files import (
 )
 from convgrad_service.http_api.problem_details import Headers
 from convgrad_service.http_api.transport import (
-    Arriving,
     Chunk,
     Content,
-    EncodedLater,
     HeadBytes,
     HttpTransport,
+    LazyBase64,
+    PendingOutput,
 )
 from convgrad_service.problems import Problem
 
@@ -68,7 +68,7 @@ _BLOCK_BYTES = 3 * 2**18
 
 
 @dataclass(frozen=True, slots=True)
-class BodyForm:
+class RequestFormat:
     """A media type of request bodies.
 
     ``decode`` is called with the head, the operation, the bytes behind the head (None if not known
@@ -89,7 +89,7 @@ class BodyForm:
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerForm:
+class ResponseFormat:
     """A media type of answers.
 
     ``encode`` refers to the outputs without copying; ``refuse`` raises, before anything is
@@ -117,13 +117,13 @@ class AnswerForm:
 
 
 class OperationTransport(HttpTransport):
-    """A body of any `BodyForm`, and an answer of any `AnswerForm`."""
+    """A body of any `RequestFormat`, and an answer of any `ResponseFormat`."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         content_type, accept = self.headers.get(b"content-type"), self.headers.get(b"accept", "")
         self.form, self.answer = _forms(content_type, accept, self.answers())
-        self.streams = self.answer in ANSWER_FORMS and ANSWER_FORMS[self.answer].streams
+        self.streams = self.answer in RESPONSE_FORMATS and RESPONSE_FORMATS[self.answer].streams
 
     def answers(self) -> tuple[str, ...]:
         """Return the media types of answers that this exchange may have."""
@@ -142,27 +142,29 @@ class OperationTransport(HttpTransport):
             self.text.data, self.operation, self.data_bytes, content_type
         )
         self.refuse_over_limit(content)
-        return Decoded(fields, notes=content, refuse=self.refuse)
+        return Decoded(fields, transport_data=content, refuse=self.refuse)
 
     def refuse(self, request: Request, problem: Problem) -> None:
         """Raise, before anything is computed, if the answer could not be encoded."""
-        if (refuse := ANSWER_FORMS[self.answer].refuse) is not None:
+        if (refuse := RESPONSE_FORMATS[self.answer].refuse) is not None:
             refuse(request, problem)
 
     def encode(self, execution: Execution) -> tuple[Headers, Sequence[Chunk]]:
-        form = ANSWER_FORMS[self.answer]
+        form = RESPONSE_FORMATS[self.answer]
         return form.headers(execution), form.encode(execution)
 
 
 @lru_cache(maxsize=256)
-def _forms(content_type: str | None, accept: str, answers: tuple[str, ...]) -> tuple[BodyForm, str]:
-    form = BODY_FORMS[match_content_type(content_type, tuple(BODY_FORMS))]
+def _forms(
+    content_type: str | None, accept: str, answers: tuple[str, ...]
+) -> tuple[RequestFormat, str]:
+    form = REQUEST_FORMATS[match_content_type(content_type, tuple(REQUEST_FORMATS))]
     preferred = form.answered if form.answered in answers else answers[0]
     return form, choose_accepted(accept, answers, preferred)
 
 
 async def _safetensors_head(body: Body) -> int:
-    return safetensors.header_bytes(await body.at_least(8))
+    return safetensors.header_bytes(await body.peek(8))
 
 
 def _decode_safetensors(
@@ -202,7 +204,7 @@ def _encode_safetensors(execution: Execution) -> Sequence[Chunk]:
     header, order = safetensors.encode_header(specs, metadata)
     return [
         header,
-        *(Arriving(data_view(sent[name]), partial(progress.until, name)) for name in order),
+        *(PendingOutput(data_view(sent[name]), partial(progress.until, name)) for name in order),
     ]
 
 
@@ -315,19 +317,19 @@ def stored_tensor(array: NDArray[Any], name: str) -> dict[str, Any]:
     return {"stored": name, "dtype": dtype_of(array).value, "shape": list(array.shape)}
 
 
-class _Base64(list[EncodedLater]):
+class _Base64(list[LazyBase64]):
     """The base64 of consecutive parts; the size of all but the last is a multiple of 3 bytes."""
 
     def __init__(self, parts: list[bytes | memoryview]) -> None:
         for part in parts:
             view = memoryview(part)
             self += (
-                EncodedLater(view[start : start + _BLOCK_BYTES])
+                LazyBase64(view[start : start + _BLOCK_BYTES])
                 for start in range(0, len(view), _BLOCK_BYTES)
             )
 
 
-def _members(encoded: Mapping[str, Any], elements: int) -> Iterator[bytes | EncodedLater]:
+def _members(encoded: Mapping[str, Any], elements: int) -> Iterator[bytes | LazyBase64]:
     separator = b""
     for key, value in encoded.items():
         yield separator + dumps(key) + b":"
@@ -360,21 +362,21 @@ def refuse_endless_values(elements: int, form: Form) -> None:
         )
 
 
-BODY_FORMS: Mapping[str, BodyForm] = {
+REQUEST_FORMATS: Mapping[str, RequestFormat] = {
     form.media_type: form
     for form in (
-        BodyForm(JSON, decode_json, JSON),
-        BodyForm(SAFETENSORS, _decode_safetensors, SAFETENSORS, _safetensors_head),
-        BodyForm(MULTIPART, decode_form, NPZ),
+        RequestFormat(JSON, decode_json, JSON),
+        RequestFormat(SAFETENSORS, _decode_safetensors, SAFETENSORS, _safetensors_head),
+        RequestFormat(MULTIPART, decode_form, NPZ),
     )
 }
-ANSWER_FORMS: Mapping[str, AnswerForm] = {
+RESPONSE_FORMATS: Mapping[str, ResponseFormat] = {
     form.media_type: form
     for form in (
-        AnswerForm(JSON, _encode_json, _refuse_json),
-        AnswerForm(SAFETENSORS, _encode_safetensors, streams=True),
-        AnswerForm(NPY, encode_npy, refuse_npy, streams=True, reports=True),
-        AnswerForm(NPZ, encode_npz, refuse_npz, reports=True),
+        ResponseFormat(JSON, _encode_json, _refuse_json),
+        ResponseFormat(SAFETENSORS, _encode_safetensors, streams=True),
+        ResponseFormat(NPY, encode_npy, refuse_npy, streams=True, reports=True),
+        ResponseFormat(NPZ, encode_npz, refuse_npz, reports=True),
     )
 }
-_ANSWERS = tuple(ANSWER_FORMS)
+_ANSWERS = tuple(RESPONSE_FORMATS)

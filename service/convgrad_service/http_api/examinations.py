@@ -38,7 +38,7 @@ _JSON_HEADERS = [(b"content-type", b"application/json"), (b"vary", b"accept")]
 
 
 class _ExaminationTransport(OperationTransport):
-    """A body of any `BodyForm`, and an answer in JSON."""
+    """A body of any `RequestFormat`, and an answer in JSON."""
 
     decodes_inline = False  # parsing a layer's notation takes a thread
 
@@ -239,7 +239,7 @@ class PlanTransport(HttpTransport):
 
     def decode(self) -> Decoded:
         query: bytes = self._scope["query_string"]
-        return Decoded(query_fields(query, self.operation), notes=Content())
+        return Decoded(query_fields(query, self.operation), transport_data=Content())
 
     async def send(self, execution: Execution) -> None:
         await self.respond(_JSON_HEADERS, [execution.job_result.report_json])

@@ -31,7 +31,7 @@ from convgrad.wire.shapes import checked_dtype, dtype_of
 from convgrad_service.engine.execution import Execution, Source
 from convgrad_service.http_api.content_types import content_type_parameters
 from convgrad_service.http_api.long_base64 import DeferredTensor
-from convgrad_service.http_api.transport import Arriving, Chunk, Content
+from convgrad_service.http_api.transport import Chunk, Content, PendingOutput
 from convgrad_service.problems import Problem
 
 MEDIA_TYPE = "multipart/form-data"
@@ -76,7 +76,7 @@ class FormField:
 def decode_form(
     body: memoryview, operation: Operation, _: int | None, content_type: str
 ) -> tuple[dict[str, Any], Content]:
-    """Return a request's fields and where their data is; see `BodyForm`."""
+    """Return a request's fields and where their data is; see `RequestFormat`."""
     found = split_form(body, content_type_parameters(content_type).get("boundary", ""))
     refuse_unknown(operation.request, found)
     fields: dict[str, Any] = {}
@@ -213,7 +213,7 @@ def encode_npy(execution: Execution) -> Sequence[Chunk]:
     assert isinstance(data, memoryview)  # noqa: S101
     if execution.progress is None:
         return [header, data]
-    return [header, Arriving(data, partial(execution.progress.until, name))]
+    return [header, PendingOutput(data, partial(execution.progress.until, name))]
 
 
 def encode_npz(execution: Execution) -> Sequence[Chunk]:

@@ -36,7 +36,7 @@ from convgrad_service.http_api.transport import Chunk, Content, Endpoint, HttpTr
 from convgrad_service.oip.fields import (
     Kind,
     SharedMemory,
-    described,
+    array_or_blank,
     operation_named,
     request_fields,
 )
@@ -52,7 +52,14 @@ from convgrad_service.oip.models import (
     repository_index,
     server_metadata,
 )
-from convgrad_service.oip.request import InferRequest, Region, Span, checked, known_keys, size_of
+from convgrad_service.oip.request import (
+    InferRequest,
+    Region,
+    Span,
+    refuse_unknown_keys,
+    require_size,
+    require_type,
+)
 from convgrad_service.server.settings import Settings
 
 _HEADER_LENGTH = b"inference-header-content-length"
@@ -90,7 +97,7 @@ class InferTransport(HttpTransport):
                 f"Inference-Header-Content-Length is {header_bytes:,}; at most "
                 f"{_MAX_HEAD_BYTES:,} bytes of JSON may precede binary data"
             )
-        found = len(await body.at_least(header_bytes))
+        found = len(await body.peek(header_bytes))
         if found < header_bytes:
             raise MalformedRequest(
                 f"Inference-Header-Content-Length is {header_bytes:,}, and the body has "
@@ -112,16 +119,16 @@ class InferTransport(HttpTransport):
         memory = SharedMemory(self.pipeline.engine, self._settings)
         binary = [wanted.binary or wanted.region is not None for wanted in request.outputs]
         return Decoded(
-            request_fields(request, described),
+            request_fields(request, array_or_blank),
             regions=memory.parts(self.owner, request.regions),
             refuse=lambda _, problem: refuse_in_json(request, problem),
             timeout_s=request.timeout_s,
-            notes=content,
+            transport_data=content,
             repeatable=not sources and all(binary or [request.binary_by_default]),
         )
 
     def encode(self, execution: Execution) -> tuple[Headers, Sequence[Chunk]]:
-        request: InferRequest = execution.notes.request
+        request: InferRequest = execution.transport_data.request
         template = execution.template(partial(_template, execution, request))
         if template is not None:
             return self._from_template(execution, template)
@@ -272,7 +279,7 @@ def _only_ready(body: bytes) -> bool:
     fields: dict[str, Any] = strict_json.loads_object(body, "the request") if body else {}
     if repository := fields.get("repository_name"):
         raise NotFound(f"there is no repository {shown(repository)}; the only one has no name")
-    return checked(fields.get("ready", False), bool, "ready: expected true or false")
+    return require_type(fields.get("ready", False), bool, "ready: expected true or false")
 
 
 def _add_regions(
@@ -301,15 +308,15 @@ def _add_regions(
 
 
 def _region(kind: Kind, name: str, fields: dict[str, Any]) -> RegionInfo:
-    size_bytes = size_of(fields.get("byte_size"), "byte_size")
+    size_bytes = require_size(fields.get("byte_size"), "byte_size")
     if kind == "cuda":
-        known_keys(fields, ("raw_handle", "device_id", "byte_size"), "the request")
-        device = size_of(fields.get("device_id"), "device_id")
+        refuse_unknown_keys(fields, ("raw_handle", "device_id", "byte_size"), "the request")
+        device = require_size(fields.get("device_id"), "device_id")
         handle = _handle(fields.get("raw_handle"))
         return RegionInfo(name, "", 0, size_bytes, handle, device)
-    known_keys(fields, ("key", "offset", "byte_size"), "the request")
-    key = checked(fields.get("key"), str, "key: expected a string")
-    return RegionInfo(name, key, size_of(fields.get("offset", 0), "offset"), size_bytes)
+    refuse_unknown_keys(fields, ("key", "offset", "byte_size"), "the request")
+    key = require_type(fields.get("key"), str, "key: expected a string")
+    return RegionInfo(name, key, require_size(fields.get("offset", 0), "offset"), size_bytes)
 
 
 def _handle(value: Any) -> bytes:

@@ -19,7 +19,7 @@ from convgrad.contract import OPERATIONS, Operation, Report
 from convgrad.contract.examinations import PLANS, TIMINGS, VERIFICATIONS
 from convgrad.contract.timing import PlanExplained, TimedPlan
 from convgrad.contract.verification import Verification
-from convgrad_service.http_api.codecs import BODY_FORMS, JSON, REPORT_HEADER, SAFETENSORS
+from convgrad_service.http_api.codecs import JSON, REPORT_HEADER, REQUEST_FORMATS, SAFETENSORS
 from convgrad_service.http_api.examinations import EVENT_STREAM
 from convgrad_service.http_api.middleware import needs_no_key
 from convgrad_service.http_api.numpy_files import MEDIA_TYPE as MULTIPART
@@ -155,7 +155,7 @@ def _computed(operation: Operation, settings: Settings) -> dict[str, Any]:
     """Describe ``POST /<operation>``."""
     model = operation.request
     details = cleandoc(model.__doc__ or "").partition("\n")[2].strip()
-    limits = {name: int(getattr(settings, form.limit)) for name, form in BODY_FORMS.items()}
+    limits = {name: int(getattr(settings, form.limit)) for name, form in REQUEST_FORMATS.items()}
     listed = ", ".join(f"{limit:,} bytes of {name}" for name, limit in limits.items())
     return described(
         "operations",

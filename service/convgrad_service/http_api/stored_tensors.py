@@ -117,13 +117,13 @@ class _StoredTensor:
         fortran_order = False
         if media_type == NPY:
             dtype = npy_dtype(content_type, _WHAT)
-            head_bytes = npy.header_bytes(await body.at_least(12), name=_WHAT)
-            head = memoryview(await body.at_least(head_bytes))[:head_bytes]
+            head_bytes = npy.header_bytes(await body.peek(12), name=_WHAT)
+            head = memoryview(await body.peek(head_bytes))[:head_bytes]
             found = npy.layout(head, name=_WHAT, dtype=dtype)
             spec, fortran_order = TensorSpec(found.shape, found.dtype), found.fortran_order
         else:
-            head_bytes = safetensors.header_bytes(await body.at_least(8))
-            head = memoryview(await body.at_least(head_bytes))[:head_bytes]
+            head_bytes = safetensors.header_bytes(await body.peek(8))
+            head = memoryview(await body.peek(head_bytes))[:head_bytes]
             tensors = safetensors.layout(head, None).tensors
             if len(tensors) != 1:
                 raise MalformedRequest(
@@ -133,7 +133,7 @@ class _StoredTensor:
             spec = TensorSpec(placed.shape, placed.dtype)
         body.refuse_over_limit(head_bytes + spec.size_bytes)
         async with self._room(spec, ticket) as (lease, array):
-            await body.into([data_view(array)], skip=head_bytes)
+            await body.read_into([data_view(array)], skip=head_bytes)
             if fortran_order:
                 await self._pipeline.in_thread(lambda: _put_in_c_order(array), lease)
             yield spec, lease
@@ -142,7 +142,7 @@ class _StoredTensor:
     async def _from_json(
         self, body: Body, ticket: Ticket
     ) -> AsyncIterator[tuple[TensorSpec, Lease]]:
-        text = await body.whole(self._engine)
+        text = await body.read_all(self._engine)
         try:
             described, fill = described_tensor(parse_json_body(text.data), _WHAT)
             spec = TensorSpec(described.shape, dtype_of(described))

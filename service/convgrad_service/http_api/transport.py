@@ -24,7 +24,7 @@ from convgrad_service.engine.execution import Execution, Source
 from convgrad_service.engine.memory.arena import Lease
 from convgrad_service.engine.pipeline import Pipeline, Transport
 from convgrad_service.engine.request import SMALL_BYTES, ComputeRequest
-from convgrad_service.http_api.body import CONNECTION, Body, Connection, Text, connection_of
+from convgrad_service.http_api.body import CONNECTION, Body, Connection, WholeBody, connection_of
 from convgrad_service.http_api.content_types import refuse_encoded
 from convgrad_service.http_api.middleware import context_of
 from convgrad_service.http_api.problem_details import Headers
@@ -66,7 +66,7 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """Where the tensors' data is: `Decoded.notes` of `HttpTransport`.
+    """Where the tensors' data is: `Decoded.transport_data` of `HttpTransport`.
 
     ``sources`` are those within the head. ``spans`` are the names and sizes in bytes of those
     behind it, in their order. ``request`` is for subclasses.
@@ -100,7 +100,7 @@ class HttpTransport(Transport):
         self._connection: Connection | None = scope.get(CONNECTION)
         self._leaving: asyncio.Task[None] | None = None
         self.body: Body | None = None  # until `receive`
-        self.text = Text(memoryview(b""))
+        self.text = WholeBody(memoryview(b""))
         self.data_bytes: int | None = 0
         """Bytes behind the head; None if not known yet."""
         length = headers.get(b"content-length")
@@ -138,10 +138,10 @@ class HttpTransport(Transport):
             context=self._context,
         )
         if head_bytes is None:
-            self.text = await body.whole(engine)
+            self.text = await body.read_all(engine)
             return body
         size = await head_bytes(body)
-        self.text = Text(memoryview(await body.at_least(size))[:size])
+        self.text = WholeBody(memoryview(await body.peek(size))[:size])
         self.data_bytes = None if length is None else length - size
         return body
 
@@ -166,7 +166,7 @@ class HttpTransport(Transport):
             self.body.refuse_over_limit(len(self.text.data) + behind)
 
     async def fill(self, execution: Execution) -> None:
-        content: Content = execution.notes
+        content: Content = execution.transport_data
         body, timings = self.body, self.request.timings
         if content.sources:
             with timings.stage("decode"):
@@ -175,7 +175,7 @@ class HttpTransport(Transport):
             views = execution.input_views()
             targets = [views.get(name, size_bytes) for name, size_bytes in content.spans]
             with timings.stage("receive"):
-                await body.into(targets, skip=len(self.text.data))
+                await body.read_into(targets, skip=len(self.text.data))
         self.text.release()
 
     def watch(self, gone: Callable[[], None] | None) -> None:
@@ -266,7 +266,7 @@ def seconds_in(value: str | None, header: str) -> float | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Arriving:
+class PendingOutput:
     """A part of an answer that is still being computed.
 
     ``until`` waits for a number of final bytes, and returns how many there are.
@@ -279,7 +279,7 @@ class Arriving:
         return len(self.data)
 
 
-class EncodedLater:
+class LazyBase64:
     """The base64 of some bytes, encoded when it is sent."""
 
     def __init__(self, part: memoryview) -> None:
@@ -293,7 +293,7 @@ class EncodedLater:
         return pybase64.b64encode(self._part)
 
 
-Chunk = bytes | memoryview | EncodedLater | Arriving
+Chunk = bytes | memoryview | LazyBase64 | PendingOutput
 """A part of an answer, of one byte an item; the last two kinds are made when it is their turn."""
 
 
@@ -315,22 +315,24 @@ async def send_chunks(
     length = sum(len(chunk) for chunk in chunks)
     headers = [*headers, (b"content-length", str(length).encode())]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
-    if length <= SMALL_BYTES:  # computed in one part, so that nothing of it is `Arriving`
-        made = (chunk.encoded() if isinstance(chunk, EncodedLater) else chunk for chunk in chunks)
+    if length <= SMALL_BYTES:  # computed in one part, so that nothing of it is `PendingOutput`
+        made = (chunk.encoded() if isinstance(chunk, LazyBase64) else chunk for chunk in chunks)
         body = b"".join(made)  # type: ignore[arg-type]
         await send({"type": "http.response.body", "body": body, "more_body": False})
         return
     with contextlib.nullcontext() if connection is None else connection.unbuffered():
         for chunk in chunks:
             data: bytes | memoryview
-            if isinstance(chunk, EncodedLater):
+            if isinstance(chunk, LazyBase64):
                 data = await in_thread(chunk.encoded)
             else:
-                data = chunk.data if isinstance(chunk, Arriving) else memoryview(chunk).cast("B")
+                data = (
+                    chunk.data if isinstance(chunk, PendingOutput) else memoryview(chunk).cast("B")
+                )
             at = 0
             while at < len(data):
                 end = min(at + _SEND_BYTES, len(data))
-                if isinstance(chunk, Arriving):
+                if isinstance(chunk, PendingOutput):
                     coming = chunk.until(at + 1)
                     end = min(end, await (coming if waiting is None else waiting(coming)))
                 part = data[at:end] if connection is not None else bytes(data[at:end])

@@ -17,7 +17,7 @@ from convgrad_service.engine.engine import Engine, call_hub
 from convgrad_service.engine.hub import Hub
 from convgrad_service.engine.request import blank
 from convgrad_service.engine.shm.registry import RegionInfo, RegionPart, RegionRegistry
-from convgrad_service.oip.request import InferInput, InferRequest, Region, Span, parsed
+from convgrad_service.oip.request import InferInput, InferRequest, Region, Span, parse_parameters
 from convgrad_service.server.settings import Settings
 
 VERSION = "1"
@@ -53,7 +53,7 @@ def request_fields(
         A parameter cannot be read, has the name of an input, or contradicts the named outputs.
     """
     operation = request.operation
-    parameters = parsed(request.parameters)
+    parameters = parse_parameters(request.parameters)
     for name in parameters:
         if name in operation.tensors:
             raise MalformedRequest(
@@ -88,7 +88,7 @@ def _agree(given: Any, named: Any) -> bool:
     return bool(given == named)
 
 
-def described(tensor: InferInput) -> NDArray[Any]:
+def array_or_blank(tensor: InferInput) -> NDArray[Any]:
     """Return an input's array if it was sent as JSON, else a blank of its shape and dtype."""
     source = tensor.source
     if isinstance(source, np.ndarray):
@@ -96,7 +96,7 @@ def described(tensor: InferInput) -> NDArray[Any]:
     return blank(tensor.shape, tensor.dtype, name=tensor.name)
 
 
-def tensor_in(buffer: Buffer, tensor: InferInput) -> NDArray[Any]:
+def input_view(buffer: Buffer, tensor: InferInput) -> NDArray[Any]:
     """Return an input as a read-only view of ``buffer``, which need not be aligned."""
     source = tensor.source
     if not isinstance(source, Span):

@@ -31,14 +31,14 @@ from convgrad_service.oip.request import (
     InferOutput,
     InferRequest,
     Span,
-    checked,
     dtype_named,
     input_region,
-    known_keys,
     output_region,
     protocol_name,
-    separated,
-    size_of,
+    refuse_unknown_keys,
+    require_size,
+    require_type,
+    split_reserved,
 )
 from convgrad_service.problems import Problem
 
@@ -127,7 +127,7 @@ def read_infer_head(text: memoryview, operation: Operation, data_bytes: int | No
         It names a version of the model that there is not.
     """
     fields = _NUMBERS.parse_object(text, "the request")
-    known_keys(fields, _REQUEST_KEYS, "the request")
+    refuse_unknown_keys(fields, _REQUEST_KEYS, "the request")
     if fields.get("model_name", operation.name) != operation.name:
         raise MalformedRequest(
             f"model_name is {shown(fields['model_name'])}; the path names {operation.name}"
@@ -136,7 +136,7 @@ def read_infer_head(text: memoryview, operation: Operation, data_bytes: int | No
     parameters = _object(fields.get("parameters", {}), "parameters")
     if "triton_enable_empty_final_response" in parameters:
         raise MalformedRequest("triton_enable_empty_final_response is for streams, in gRPC")
-    reserved = separated(parameters)
+    reserved = split_reserved(parameters)
     inputs, used_bytes = [], 0
     for item in _objects(fields.get("inputs"), "inputs"):
         tensor = _input(item, used_bytes)
@@ -165,7 +165,7 @@ def read_infer_head(text: memoryview, operation: Operation, data_bytes: int | No
 
 def _input(item: Mapping[str, Any], start: int) -> InferInput:
     name = _string(item.get("name"), "the name of an input")
-    known_keys(item, _INPUT_KEYS, f"the input {shown(name)}")
+    refuse_unknown_keys(item, _INPUT_KEYS, f"the input {shown(name)}")
     dtype = dtype_named(item.get("datatype"), tensor=name)
     shape = checked_shape(item.get("shape"), name=name)
     parameters = _object(item.get("parameters", {}), f"{name}: parameters")
@@ -188,7 +188,7 @@ def _input(item: Mapping[str, Any], start: int) -> InferInput:
         return InferInput(name, dtype, shape, region)
     if "data" in item:
         return InferInput(name, dtype, shape, _numbers(item["data"], dtype, shape, name))
-    size_bytes = size_of(parameters["binary_data_size"], f"{name}: binary_data_size")
+    size_bytes = require_size(parameters["binary_data_size"], f"{name}: binary_data_size")
     return InferInput(name, dtype, shape, Span(start, size_bytes))
 
 
@@ -201,7 +201,7 @@ def _numbers(data: Any, dtype: DType, shape: tuple[int, ...], name: str) -> NDAr
     if isinstance(data, _NumberList):
         data.check(shape, name=name)
         return partial(data.fill, dtype=dtype, name=name)
-    numbers = checked(data, list, f"{name}: expected data to be a list")
+    numbers = require_type(data, list, f"{name}: expected data to be a list")
     array = array_from_values(numbers, dtype, name=name)
     if array.shape != shape and array.shape != (math.prod(shape),):
         raise MalformedRequest(
@@ -213,11 +213,11 @@ def _numbers(data: Any, dtype: DType, shape: tuple[int, ...], name: str) -> NDAr
 
 def _output(item: Mapping[str, Any], binary_by_default: bool) -> InferOutput:
     name = _string(item.get("name"), "the name of an output")
-    known_keys(item, _OUTPUT_KEYS, f"the output {shown(name)}")
+    refuse_unknown_keys(item, _OUTPUT_KEYS, f"the output {shown(name)}")
     parameters = _object(item.get("parameters", {}), f"{name}: parameters")
     region = output_region(parameters, name)
     binary = parameters.get("binary_data", binary_by_default)
-    checked(binary, bool, f"{name}: expected binary_data to be a bool")
+    require_type(binary, bool, f"{name}: expected binary_data to be a bool")
     # Triton's client sends binary_data: false together with a region.
     if region is not None and parameters.get("binary_data"):
         raise MalformedRequest(f"{name}: expected binary_data or shared_memory_region, got both")
@@ -225,16 +225,16 @@ def _output(item: Mapping[str, Any], binary_by_default: bool) -> InferOutput:
 
 
 def _objects(value: Any, what: str) -> list[dict[str, Any]]:
-    items = checked(value, list, f"{what}: expected a list of objects")
+    items = require_type(value, list, f"{what}: expected a list of objects")
     return [_object(item, f"an item of {what}") for item in items]
 
 
 def _object(value: Any, what: str) -> dict[str, Any]:
-    return checked(value, dict, f"{what}: expected an object")
+    return require_type(value, dict, f"{what}: expected an object")
 
 
 def _string(value: Any, what: str) -> str:
-    return checked(value, str, f"{what}: expected a string")
+    return require_type(value, str, f"{what}: expected a string")
 
 
 def refuse_in_json(request: InferRequest, problem: Problem) -> None:

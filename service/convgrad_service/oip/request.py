@@ -82,7 +82,7 @@ class Reserved:
     operation: Mapping[str, Any] = field(default_factory=dict)
 
 
-def separated(parameters: Mapping[str, Any]) -> Reserved:
+def split_reserved(parameters: Mapping[str, Any]) -> Reserved:
     """Separate the protocol's reserved parameters from the operation's.
 
     Sequence and priority parameters are checked but have no effect: every operation is a pure
@@ -118,7 +118,7 @@ def separated(parameters: Mapping[str, Any]) -> Reserved:
     )
 
 
-def parsed(parameters: Mapping[str, Any]) -> dict[str, Any]:
+def parse_parameters(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Return the operation's parameters, with JSON text parsed into lists and objects.
 
     A string is JSON text if it begins with ``[`` or ``{``, as no name of a layout or format does.
@@ -258,7 +258,9 @@ class InferRequest:
     @property
     def store(self) -> Mapping[str, str]:
         """The outputs to be stored on the server, with their names there."""
-        found = parsed(self.parameters).get("store") if "store" in self.parameters else None
+        found = (
+            parse_parameters(self.parameters).get("store") if "store" in self.parameters else None
+        )
         return found if isinstance(found, dict) else {}
 
     def answer_names(self, computed: Iterable[str]) -> list[str]:
@@ -314,29 +316,33 @@ def output_region(parameters: Mapping[str, Any], tensor: str) -> Region | None:
 
 
 def _region(parameters: Mapping[str, Any], tensor: str, known: tuple[str, ...]) -> Region | None:
-    known_keys(parameters, known, f"parameters of {shown(tensor)}")
+    refuse_unknown_keys(parameters, known, f"parameters of {shown(tensor)}")
     if not any(key in parameters for key in _KEYS):
         return None
-    name = checked(parameters.get(_REGION), str, f"{tensor}: expected {_REGION} to be a string")
-    size_bytes = size_of(parameters.get(_SIZE), f"{tensor}: {_SIZE}")
-    return Region(name, size_of(parameters.get(_OFFSET, 0), f"{tensor}: {_OFFSET}"), size_bytes)
+    name = require_type(
+        parameters.get(_REGION), str, f"{tensor}: expected {_REGION} to be a string"
+    )
+    size_bytes = require_size(parameters.get(_SIZE), f"{tensor}: {_SIZE}")
+    return Region(
+        name, require_size(parameters.get(_OFFSET, 0), f"{tensor}: {_OFFSET}"), size_bytes
+    )
 
 
-def checked(value: Any, kind: type[T], expected: str) -> T:
+def require_type(value: Any, kind: type[T], expected: str) -> T:
     """Return ``value`` if it is of this kind; else raise MalformedRequest."""
     if not isinstance(value, kind):
         raise MalformedRequest(f"{expected}, got {shown(value)}")
     return value
 
 
-def size_of(value: Any, what: str) -> int:
+def require_size(value: Any, what: str) -> int:
     """Return ``value`` if it is an int from 0 to 2**63 - 1; else raise MalformedRequest."""
     if type(value) is not int or not 0 <= value < _INT64:
         raise MalformedRequest(f"{what}: expected an int from 0 to 2**63 - 1, got {shown(value)}")
     return value
 
 
-def known_keys(found: Mapping[str, Any], known: tuple[str, ...], what: str) -> None:
+def refuse_unknown_keys(found: Mapping[str, Any], known: tuple[str, ...], what: str) -> None:
     """Raise MalformedRequest for the first key of ``found`` that is not ``known``."""
     for key in found:
         if key not in known:

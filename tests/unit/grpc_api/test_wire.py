@@ -25,7 +25,7 @@ from convgrad_service.grpc_api.wire import (
     read_infer_request,
     request_names,
 )
-from convgrad_service.oip.fields import tensor_in
+from convgrad_service.oip.fields import input_view
 from convgrad_service.oip.request import Region, Span
 
 Request = message("ModelInferRequest")
@@ -105,7 +105,7 @@ def test_raw_contents_are_views(datatype: str) -> None:
     assert (read.operation.name, read.id, read.outputs) == ("conv_bwd_data", "aaa", ())
     memory = np.frombuffer(body, np.uint8)
     for tensor, array in zip(read.inputs, arrays, strict=True):
-        found = tensor_in(body, tensor)
+        found = input_view(body, tensor)
         np.testing.assert_array_equal(found, array)
         assert found.dtype == array.dtype
         assert not found.flags.writeable
@@ -126,7 +126,7 @@ def test_typed_contents(datatype: str, contents: str) -> None:
     made = request(array, datatype=datatype, raw=False)
     getattr(made.inputs[0].contents, contents).extend(array.reshape(-1).tolist())
     body = made.SerializeToString()
-    np.testing.assert_array_equal(tensor_in(body, read_infer_request(body).inputs[0]), array)
+    np.testing.assert_array_equal(input_view(body, read_infer_request(body).inputs[0]), array)
 
 
 def test_parameters_of_other_servers_clients_have_no_effect() -> None:
@@ -287,7 +287,7 @@ def test_fields_in_any_order() -> None:
     parts = [Request(raw_input_contents=[data]).SerializeToString() for data in raw]
     body = parts[0] + made.SerializeToString() + parts[1]
     read = read_infer_request(body)
-    np.testing.assert_array_equal(tensor_in(body, read.inputs[1]), array + 4)
+    np.testing.assert_array_equal(input_view(body, read.inputs[1]), array + 4)
     assert isinstance(read.inputs[0].source, Span)
 
 

@@ -52,7 +52,7 @@ def hub(text_bytes: int = 1024 * KiB) -> Hub:
 
 def whole(parts: Sequence[bytes], length: int | None, engine: Hub, **options: Any) -> bytes:
     async def take(body: Body) -> bytes:
-        text = await body.whole(engine)
+        text = await body.read_all(engine)
         found = bytes(text.data)
         text.release()
         return found
@@ -82,7 +82,7 @@ def test_what_others_hold_is_refused_and_nothing_stays_held() -> None:
     async def take(body: Body) -> None:
         others = await engine.reserve(500 * KiB, text=True)
         try:
-            await body.whole(engine)
+            await body.read_all(engine)
         finally:
             others.release()
 
@@ -100,8 +100,8 @@ def test_it_lands_where_it_belongs(parts: list[bytes]) -> None:
     places = bytearray(3), bytearray(2)
 
     async def take(body: Body) -> None:
-        assert (await body.at_least(4)).startswith(b"head")
-        await body.into([memoryview(places[0]), 3, memoryview(places[1])], skip=4)
+        assert (await body.peek(4)).startswith(b"head")
+        await body.read_into([memoryview(places[0]), 3, memoryview(places[1])], skip=4)
 
     taking(parts, 12, take)
     assert [bytes(place) for place in places] == [b"abc", b"gh"]
@@ -111,8 +111,8 @@ def test_it_lands_where_it_belongs(parts: list[bytes]) -> None:
 @pytest.mark.parametrize("wanted", [2, 20])
 def test_a_body_of_another_length_than_its_header_says(parts: list[bytes], wanted: int) -> None:
     async def take(body: Body) -> None:
-        await body.at_least(4)
-        await body.into([memoryview(bytearray(wanted))], skip=4)
+        await body.peek(4)
+        await body.read_into([memoryview(bytearray(wanted))], skip=4)
 
     with pytest.raises(MalformedRequest, match=f"describes {wanted} bytes of data, but"):
         taking(parts, None, take)
@@ -120,7 +120,7 @@ def test_a_body_of_another_length_than_its_header_says(parts: list[bytes], wante
 
 def test_a_body_that_is_cut_off() -> None:
     async def take(body: Body) -> None:
-        await body.into([memoryview(bytearray(10))])
+        await body.read_into([memoryview(bytearray(10))])
 
     with pytest.raises(ClientGone):
         taking([b"abc"], 10, take, gone=True)

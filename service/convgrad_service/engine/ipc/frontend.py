@@ -1,7 +1,7 @@
 """A front end in another process, as the hub sees it; `remote_hub` is the other end.
 
-The front end gets a pocket: a part of the arena from which it leases small blocks itself, so that
-a small request takes one message to the hub and one back.
+The front end gets a local pool: a part of the arena from which it leases small blocks itself, so
+that a small request takes one message to the hub and one back.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from convgrad_service.engine.shm.registry import RegionPart, RegionSlice
 from convgrad_service.engine.telemetry.record import Record
 from convgrad_service.engine.workers.child_process import START_S
 
-POCKET_BYTES = 4 * 2**20
-_POCKET = -1  # its number, as a lease
+LOCAL_POOL_BYTES = 4 * 2**20
+_LOCAL_POOL = -1  # its number, as a lease
 
 
 class Welcome(NamedTuple):
-    """The hub's first message; ``pocket`` is the offset and size of the front end's own memory."""
+    """The hub's first message; ``local_pool`` is the offset and size of the front end's pool."""
 
     status: Status
     limit_bytes: int
-    pocket: tuple[int, int]
+    local_pool: tuple[int, int]
 
 
 class Drain(NamedTuple):
@@ -112,15 +112,15 @@ class FrontEnd:
     async def serve(self, channel_end: Any) -> None:
         """Serve the front end until its end of the channel is closed."""
         gone = asyncio.Event()
-        pocket: tuple[int, int] = 0, 0
+        local_pool: tuple[int, int] = 0, 0
         # If the arena is full, this front end reserves every block through the hub.
         with contextlib.suppress(Overloaded):
-            size_bytes = min(POCKET_BYTES, self._hub.limit_bytes // 16)
-            pocket = (await self.reserve(_POCKET, size_bytes))[0], size_bytes
+            size_bytes = min(LOCAL_POOL_BYTES, self._hub.limit_bytes // 16)
+            local_pool = (await self.reserve(_LOCAL_POOL, size_bytes))[0], size_bytes
         try:
             self._channel = await Channel.open(channel_end, self._received, gone.set)
             self._hub.watchers.append(self._send)
-            self._send(Welcome(self._hub.status, self._hub.limit_bytes, pocket))
+            self._send(Welcome(self._hub.status, self._hub.limit_bytes, local_pool))
             await gone.wait()
         finally:
             if self._channel is not None:

@@ -32,8 +32,8 @@ from convgrad_service.engine.workers.inline_executor import InlineExecutor
 _RECORD_DELAY_S = 0.05
 # A front end only knows whether the hub's queue is full, not how much room there is.
 _ASSUMED_ROOM = 16
-# The largest block taken from the pocket, so that some sixty fit.
-_POCKET_BLOCK_BYTES = 64 * 1024
+# The largest block taken from the local pool, so that some sixty fit.
+_LOCAL_BLOCK_BYTES = 64 * 1024
 
 
 @dataclass(slots=True)
@@ -86,7 +86,7 @@ class RemoteHub:
         self._numbers = itertools.count()
         self._pending: dict[int, asyncio.Future[Any]] = {}
         self._jobs: dict[int, _RemoteJob] = {}
-        self._pocket = LeasePool(FreeList(0, 0))
+        self._local_pool = LeasePool(FreeList(0, 0))
         self._layouts = InternTable()
         self._recording: asyncio.TimerHandle | None = None
         self._line, self._reported_line = 0, 0
@@ -167,8 +167,8 @@ class RemoteHub:
         self, size_bytes: int, *, text: bool = False, regions: Sequence[RegionPart] = ()
     ) -> Lease:
         # Only the hub can acquire regions.
-        if size_bytes <= _POCKET_BLOCK_BYTES and not text and not regions:
-            lease = self._pocket.try_reserve(size_bytes)
+        if size_bytes <= _LOCAL_BLOCK_BYTES and not text and not regions:
+            lease = self._local_pool.try_reserve(size_bytes)
             if lease is not None:
                 return lease
         number = next(self._numbers)
@@ -247,7 +247,7 @@ class RemoteHub:
         else:
             assert isinstance(message, Welcome)  # noqa: S101
             self.limit_bytes = message.limit_bytes
-            self._pocket = LeasePool(FreeList(*message.pocket))
+            self._local_pool = LeasePool(FreeList(*message.local_pool))
             self._update_status(message.status)
 
     def _update_status(self, status: Status) -> None:

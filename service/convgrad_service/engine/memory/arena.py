@@ -189,7 +189,7 @@ def out_of_memory() -> DeviceOutOfMemory:
     )
 
 
-class _Turn(NamedTuple):
+class _Waiter(NamedTuple):
     size_bytes: int
     granted: asyncio.Future[Lease]
     since_s: float
@@ -216,7 +216,7 @@ class LeasePool:
         # Only whole pages can be discarded.
         self._keep_end = blocks.start + -(-kept // PAGE_BYTES) * PAGE_BYTES
         self._discard = discard
-        self._waiting: deque[_Turn] = deque()
+        self._waiting: deque[_Waiter] = deque()
 
     def stop_discarding(self) -> None:
         """Return no more pages to the system."""
@@ -269,8 +269,8 @@ class LeasePool:
         if len(self._waiting) >= self._max_waiting:
             raise self._overloaded(size_bytes)
         granted: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
-        turn = _Turn(size_bytes, granted, time.monotonic())
-        self._waiting.append(turn)
+        waiter = _Waiter(size_bytes, granted, time.monotonic())
+        self._waiting.append(waiter)
         try:
             async with asyncio.timeout(wait_s):
                 return await granted
@@ -282,7 +282,7 @@ class LeasePool:
             raise
         finally:
             with contextlib.suppress(ValueError):
-                self._waiting.remove(turn)
+                self._waiting.remove(waiter)
                 self._grant()  # it was in the way of others
 
     def _released(self, lease: Lease) -> None:

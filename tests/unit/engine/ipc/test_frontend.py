@@ -64,7 +64,7 @@ def test_a_reservation_that_times_out_leaves_nothing_behind() -> None:
             for _ in range(3):
                 with pytest.raises(Overloaded):
                     await engine.reserve(512 * 1024)
-            assert len(front._held) == 2  # the pocket and that lease
+            assert len(front._held) == 2  # the local pool and that lease
             held.release()
 
     run(scenario())
