@@ -19,7 +19,7 @@ from convgrad.errors import InvalidProblem, MalformedRequest, NotFound
 from convgrad_service.backends.cpu import CpuBackend
 from convgrad_service.engine.memory import tensor_layout as parts
 from convgrad_service.engine.memory.tensor_layout import clear_layout_cache, tensor_layout_of
-from convgrad_service.engine.scheduling.task import Job
+from convgrad_service.engine.scheduling.job import Job
 from convgrad_service.engine.shm.registry import RegionInfo, RegionPart, RegionRegistry, RegionSlice
 from convgrad_service.problems import Problem
 from tests.support.fake_gpu import SHM, FakeGpu, allocated, fake_gpu, handle_of, one_of_two
@@ -243,7 +243,7 @@ def test_tensors_on_two_devices_are_no_request() -> None:
     layout = tensor_layout_of(problem(), ("grad_output", "weight"))
     places = RegionSlice(1, 0, (-1, 7), 0), RegionSlice(2, 0, (-2, 8), 1)
     with pytest.raises(InvalidProblem, match="devices 0 and 1; expected one"):
-        _ = Job.of(layout, 0, places).device
+        _ = Job(layout, 0, places).device
 
 
 def test_a_region_is_its_owners_alone() -> None:

@@ -15,8 +15,8 @@ from convgrad_service.backends.base import ServingBackend, Vitals
 from convgrad_service.engine.hub import Hub
 from convgrad_service.engine.memory.arena import Arena
 from convgrad_service.engine.options import EngineOptions
-from convgrad_service.engine.scheduling.scheduler import Scheduler
-from convgrad_service.engine.scheduling.task import Job, JobResult, Task
+from convgrad_service.engine.scheduling.job import Job, JobResult
+from convgrad_service.engine.scheduling.scheduler import Scheduler, Task
 from convgrad_service.engine.shm.mappings import RegionMappings
 from convgrad_service.engine.shm.registry import RegionRegistry
 from convgrad_service.engine.workers.worker import compile_ahead, run_job
@@ -46,7 +46,7 @@ class _EmbeddedHub(Hub):
 
 
 class ThreadWorker:
-    """A `task.Worker` of ``slots`` threads; calls the scheduler on the event loop."""
+    """A `Worker` of ``slots`` threads; calls the scheduler on the event loop."""
 
     def __init__(
         self,

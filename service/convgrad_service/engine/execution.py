@@ -19,7 +19,13 @@ from convgrad_service.engine.engine import Engine, call_hub
 from convgrad_service.engine.memory.arena import Lease
 from convgrad_service.engine.memory.tensor_layout import TensorLayout, has_index_inputs
 from convgrad_service.engine.request import SMALL_BYTES, ComputeRequest, blank
-from convgrad_service.engine.scheduling.task import Job, JobHandle, JobResult, OnPartDone
+from convgrad_service.engine.scheduling.job import (
+    Job,
+    JobHandle,
+    JobResult,
+    OnPartDone,
+    count_tasks,
+)
 from convgrad_service.engine.shm.registry import RegionPart
 from convgrad_service.engine.shm.stored import TensorStore
 from convgrad_service.engine.streaming import Progress
@@ -91,7 +97,9 @@ class Execution:
         self.is_stored = False
         self._engine, self._compute_request, self._prepared = engine, request, prepared
         self._in_thread, self._to_store = in_thread, to_store
-        self._job = Job.of(prepared.layout, lease.offset, lease.regions)
+        layout, regions = prepared.layout, lease.regions
+        tasks = 1 if layout.parts == 1 else count_tasks(layout, regions)
+        self._job = Job(layout, lease.offset, regions, tasks)
         self._computing: asyncio.Future[JobResult] | None = None
 
     def input_views(self) -> dict[str, memoryview]:

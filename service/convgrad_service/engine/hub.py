@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 from convgrad.errors import DeviceUnavailable, InvalidProblem, Overloaded, ServiceError
 from convgrad_service.engine.memory.arena import Arena, FreeList, Lease, LeasePool
 from convgrad_service.engine.options import SMALL_REQUEST_BYTES, EngineOptions, InlineBackend
-from convgrad_service.engine.scheduling.quotas import NO_LIMITS, UNLIMITED, Caller, Quotas, Ticket
+from convgrad_service.engine.scheduling.job import Job, JobHandle, OnPartDone
+from convgrad_service.engine.scheduling.quotas import NO_LIMITS, Caller, Quotas, Ticket
 from convgrad_service.engine.scheduling.scheduler import Scheduler
-from convgrad_service.engine.scheduling.task import Job, JobHandle, OnPartDone
 from convgrad_service.engine.shm.registry import RegionInfo, RegionPart, RegionRegistry
 from convgrad_service.engine.shm.stored import TensorStore
 from convgrad_service.engine.telemetry.record import Record, RequestMetrics
@@ -206,9 +206,9 @@ class Hub:
             for watch in self.watchers:
                 watch(status)
 
-    async def acquire_ticket(self, caller: Caller) -> Ticket:
-        """Count a request towards its key's quota; see `Quotas.acquire`."""
-        return UNLIMITED if caller.limits == NO_LIMITS else self.quotas.acquire(caller)
+    async def acquire_ticket(self, caller: Caller) -> Ticket | None:
+        """Count a request towards its key's quota; None without limits. See `Quotas.acquire`."""
+        return None if caller.limits == NO_LIMITS else self.quotas.acquire(caller)
 
     async def reserve(
         self, size_bytes: int, *, text: bool = False, regions: Sequence[RegionPart] = ()

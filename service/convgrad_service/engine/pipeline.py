@@ -38,7 +38,7 @@ from convgrad_service.engine.memory.tensor_layout import (
 )
 from convgrad_service.engine.options import SMALL_REQUEST_BYTES
 from convgrad_service.engine.request import ComputeRequest, Decoded, Fields, blank
-from convgrad_service.engine.scheduling.quotas import UNLIMITED, Ticket
+from convgrad_service.engine.scheduling.quotas import Ticket
 from convgrad_service.engine.shm.registry import RegionPart
 from convgrad_service.engine.shm.stored import TensorStore, stored_fields
 from convgrad_service.problems import Problem, problem_from
@@ -195,7 +195,7 @@ class Pipeline:
     async def _run(
         self, request: ComputeRequest, transport: Transport, admission: Admission
     ) -> None:
-        ticket = UNLIMITED
+        ticket = None
         try:
             self.admit()
             ticket = await self.engine.acquire_ticket(request.caller)
@@ -235,7 +235,8 @@ class Pipeline:
                     await execution.end()
         finally:
             admission.end()
-            ticket.release()
+            if ticket is not None:
+                ticket.release()
 
     async def prepare(
         self,
@@ -245,7 +246,7 @@ class Pipeline:
         key: Hashable | None = None,
         body_lease: Lease | None = None,
         inline: bool = False,
-        ticket: Ticket = UNLIMITED,
+        ticket: Ticket | None = None,
     ) -> Execution:
         """Decode and validate a request, unless its key is cached, and lease its memory.
 
@@ -281,7 +282,8 @@ class Pipeline:
                         if len(self._prepared) > _MAX_PREPARED:
                             self._prepared.popitem(last=False)
                 _apply_timeout(request, prepared.timeout_s)
-            await ticket.charge(prepared.layout.size_bytes, prepared.layout.flops)
+            if ticket is not None:
+                await ticket.charge(prepared.layout.size_bytes, prepared.layout.flops)
             with request.timings.stage("queue"):
                 lease = await self.engine.reserve(
                     prepared.layout.size_bytes, regions=prepared.parts

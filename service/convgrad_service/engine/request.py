@@ -13,8 +13,8 @@ from convgrad.contract import Operation, Request
 from convgrad.dtypes import DType
 from convgrad.errors import MalformedRequest
 from convgrad_service.engine.admission import Deadline
+from convgrad_service.engine.scheduling.job import JobHandle
 from convgrad_service.engine.scheduling.quotas import ANYBODY, Caller
-from convgrad_service.engine.scheduling.task import JobHandle
 from convgrad_service.engine.shm.registry import RegionPart
 from convgrad_service.engine.telemetry.record import Timings
 from convgrad_service.problems import Problem

@@ -10,7 +10,7 @@ import numpy as np
 
 from convgrad_service.engine.admission import CancelScope, Deadline
 from convgrad_service.engine.memory.tensor_layout import partial_sums_of, pieces_of
-from convgrad_service.engine.scheduling.task import JobResult, merge_results
+from convgrad_service.engine.scheduling.job import JobResult, merge_results
 from convgrad_service.problems import Piece, Problem
 from convgrad_service.problems.base import TensorSpec
 

@@ -16,8 +16,8 @@ from convgrad.wire.sentences import shown
 from convgrad.wire.strict_json import dumps
 from convgrad_service.engine.execution import Execution
 from convgrad_service.engine.request import Decoded, blank
+from convgrad_service.engine.scheduling.job import JobHandle
 from convgrad_service.engine.scheduling.quotas import Caller, KeyLimits, Ticket
-from convgrad_service.engine.scheduling.task import JobHandle
 from convgrad_service.http_api.codecs import JSON, OperationTransport
 from convgrad_service.http_api.content_types import choose_accepted
 from convgrad_service.http_api.problem_details import problem_details
@@ -112,7 +112,7 @@ class TimeTransport(_ExaminationTransport):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._tickets: list[Ticket] = []
+        self._tickets: list[Ticket | None] = []
         self._timed = b""
 
     def answers(self) -> tuple[str, ...]:
@@ -133,12 +133,11 @@ class TimeTransport(_ExaminationTransport):
         for name, most, whose in quotas:
             try:
                 caller = Caller(name, KeyLimits(inflight=most))
-                ticket = await self.pipeline.engine.acquire_ticket(caller)
+                self._tickets.append(await self.pipeline.engine.acquire_ticket(caller))
             except Overloaded:
                 raise Overloaded(
                     f"{most}{whose} timings are queued or running, the maximum", retry_after_s=5.0
                 ) from None
-            self._tickets.append(ticket)
 
     def refuse(self, request: Request, problem: Problem) -> None:
         assert isinstance(problem, TimeIt)  # noqa: S101
@@ -224,7 +223,7 @@ class TimeTransport(_ExaminationTransport):
         await self._send({"type": "http.response.body", "body": body, "more_body": more})
 
     def close(self) -> None:
-        for ticket in self._tickets:
+        for ticket in filter(None, self._tickets):
             ticket.release()
         super().close()
 

@@ -106,12 +106,13 @@ class _StoredTensor:
                     await abandon(self._engine, made)
                     raise
         finally:
-            ticket.release()
+            if ticket is not None:
+                ticket.release()
         await JSONResponse(_described(name, spec))(request.scope, request.receive, send)
 
     @asynccontextmanager
     async def _from_file(
-        self, body: Body, ticket: Ticket, media_type: str, content_type: str
+        self, body: Body, ticket: Ticket | None, media_type: str, content_type: str
     ) -> AsyncIterator[tuple[TensorSpec, Lease]]:
         """Receive a safetensors or .npy file straight into memory."""
         fortran_order = False
@@ -140,7 +141,7 @@ class _StoredTensor:
 
     @asynccontextmanager
     async def _from_json(
-        self, body: Body, ticket: Ticket
+        self, body: Body, ticket: Ticket | None
     ) -> AsyncIterator[tuple[TensorSpec, Lease]]:
         text = await body.read_all(self._engine)
         try:
@@ -159,14 +160,15 @@ class _StoredTensor:
 
     @asynccontextmanager
     async def _room(
-        self, spec: TensorSpec, ticket: Ticket
+        self, spec: TensorSpec, ticket: Ticket | None
     ) -> AsyncIterator[tuple[Lease, NDArray[np.generic]]]:
         """Reserve memory for a tensor until it has been copied to the store."""
         if spec.size_bytes == 0:
             raise MalformedRequest(
                 f"a tensor of shape {list(spec.shape)} is empty; expected at least one element"
             )
-        await ticket.charge(spec.size_bytes)
+        if ticket is not None:
+            await ticket.charge(spec.size_bytes)
         lease = await self._engine.reserve(spec.size_bytes)
         try:
             yield lease, self._engine.arena.array(lease.offset, spec)

@@ -33,7 +33,7 @@ from convgrad_service.engine.memory.arena import PAGE_BYTES
 from convgrad_service.engine.options import SMALL_REQUEST_BYTES, EngineOptions
 from convgrad_service.engine.pipeline import Pipeline
 from convgrad_service.engine.request import ComputeRequest, Decoded, blank
-from convgrad_service.engine.scheduling.task import JobHandle
+from convgrad_service.engine.scheduling.job import JobHandle
 from convgrad_service.engine.telemetry.record import Timings
 from tests.support.fake_backends import Blocking, Zeros
 from tests.support.in_memory import Kept, answer, begun, kept

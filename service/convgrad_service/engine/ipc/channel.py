@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 from convgrad.errors import ServiceError
-from convgrad_service.engine.scheduling.task import JobResult
+from convgrad_service.engine.scheduling.job import JobResult
 from convgrad_service.engine.shm.registry import RegionSlice
 
 _LENGTH_BYTES = 4

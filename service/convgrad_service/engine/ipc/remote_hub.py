@@ -22,8 +22,8 @@ from convgrad_service.engine.ipc.frontend import (
 )
 from convgrad_service.engine.memory.arena import Arena, FreeList, Lease, LeasePool
 from convgrad_service.engine.options import InlineBackend
-from convgrad_service.engine.scheduling.quotas import NO_LIMITS, UNLIMITED, Caller, Ticket
-from convgrad_service.engine.scheduling.task import Job, JobHandle, JobResult, OnPartDone
+from convgrad_service.engine.scheduling.job import Job, JobHandle, JobResult, OnPartDone
+from convgrad_service.engine.scheduling.quotas import NO_LIMITS, Caller, Ticket
 from convgrad_service.engine.shm.registry import RegionPart
 from convgrad_service.engine.telemetry.record import Record
 from convgrad_service.engine.workers.inline_executor import InlineExecutor
@@ -151,9 +151,9 @@ class RemoteHub:
         self._channel.send(Call(number, service, method, arguments, options))
         return replied
 
-    async def acquire_ticket(self, caller: Caller) -> Ticket:
+    async def acquire_ticket(self, caller: Caller) -> Ticket | None:
         if caller.limits == NO_LIMITS:
-            return UNLIMITED
+            return None
         number = next(self._numbers)
         ticket = _RemoteTicket(self, number)
         try:

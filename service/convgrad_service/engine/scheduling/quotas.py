@@ -67,18 +67,6 @@ class Ticket(Protocol):
         ...
 
 
-class _Unlimited:
-    async def charge(self, size_bytes: int, flops: int = 0) -> None:
-        pass
-
-    def release(self) -> None:
-        pass
-
-
-UNLIMITED: Ticket = _Unlimited()
-"""The ticket of every request whose key has no limits."""
-
-
 @dataclass(slots=True)
 class Usage:
     """One key's usage; ``refused`` counts refusals by the name of the limit."""

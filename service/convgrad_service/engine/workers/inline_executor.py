@@ -20,7 +20,7 @@ from convgrad_service.engine.memory.tensor_layout import (
     tensor_layout_of,
 )
 from convgrad_service.engine.options import InlineBackend
-from convgrad_service.engine.scheduling.task import Job, JobResult
+from convgrad_service.engine.scheduling.job import Job, JobResult
 from convgrad_service.engine.shm.mappings import RegionMappings
 from convgrad_service.engine.shm.registry import RegionRegistry, RegionSlice
 from convgrad_service.engine.workers.worker import run_job

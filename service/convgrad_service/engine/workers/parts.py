@@ -17,7 +17,7 @@ from convgrad_service.engine.memory.tensor_layout import (
     partial_sums_of,
     pieces_of,
 )
-from convgrad_service.engine.scheduling.task import (
+from convgrad_service.engine.scheduling.job import (
     Job,
     JobResult,
     is_copied,

@@ -36,7 +36,7 @@ from convgrad_service.engine.ipc.channel import (
 from convgrad_service.engine.memory.arena import Arena
 from convgrad_service.engine.memory.tensor_layout import TensorLayout, unpack_layout
 from convgrad_service.engine.options import WorkerRecipe
-from convgrad_service.engine.scheduling.task import Job, JobResult, not_in_place_of, result_of
+from convgrad_service.engine.scheduling.job import Job, JobResult, not_in_place_of, result_of
 from convgrad_service.engine.shm.mappings import RegionMappings
 from convgrad_service.engine.workers.parts import (
     Arrays,

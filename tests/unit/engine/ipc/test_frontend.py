@@ -17,8 +17,8 @@ from convgrad_service.engine.ipc.frontend import FrontEnd
 from convgrad_service.engine.ipc.remote_hub import RemoteHub
 from convgrad_service.engine.memory.arena import Arena
 from convgrad_service.engine.options import EngineOptions, InlineBackend
+from convgrad_service.engine.scheduling.job import Job
 from convgrad_service.engine.scheduling.scheduler import Scheduler
-from convgrad_service.engine.scheduling.task import Job
 from convgrad_service.engine.workers.child_process import START_S
 from tests.support.fake_backends import Zeros
 from tests.support.scheduling import DONE, Recorder, pooling

@@ -22,7 +22,7 @@ from convgrad_service.engine.memory.tensor_layout import clear_layout_cache, ten
 from convgrad_service.engine.options import EngineOptions
 from convgrad_service.engine.pipeline import Pipeline
 from convgrad_service.engine.request import ComputeRequest, Decoded
-from convgrad_service.engine.scheduling.task import Job, JobResult
+from convgrad_service.engine.scheduling.job import JobResult, count_tasks
 from convgrad_service.engine.shm.registry import RegionSlice
 from convgrad_service.engine.streaming import Progress
 from convgrad_service.engine.telemetry.record import Timings
@@ -224,7 +224,7 @@ def test_overlapping_input_and_output_make_a_single_task() -> None:
 
     def tasks(*regions: RegionSlice) -> int:
         arranged = tensor_layout_of(cut, ("grad_output", "grad_input"))
-        return Job.of(replace(arranged, parts=5), 0, regions).tasks
+        return count_tasks(replace(arranged, parts=5), regions)
 
     given = RegionSlice(1, 0, file)
     assert tasks(given, RegionSlice(2, 0, (1, 3))) == 5  # in another file
@@ -248,10 +248,10 @@ def test_inputs_copied_from_shared_memory_make_a_single_task() -> None:
     )
     arranged = tensor_layout_of(cut, ("indices",))
     several = replace(arranged, parts=5)
-    assert Job.of(several, 0, (RegionSlice(1, 0, (1, 2)),)).tasks == 1
+    assert count_tasks(several, (RegionSlice(1, 0, (1, 2)),)) == 1
     apart = tensor_layout_of(cut, ("grad_output",))
     several = replace(apart, parts=5)
-    assert Job.of(several, 0, (RegionSlice(1, 0, (1, 2)),)).tasks == 5
+    assert count_tasks(several, (RegionSlice(1, 0, (1, 2)),)) == 5
 
 
 def test_only_parts_of_a_dead_worker_run_again() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
+from convgrad_service.engine.scheduling.job import Job
 from convgrad_service.engine.scheduling.scheduler import Scheduler
-from convgrad_service.engine.scheduling.task import Job
 from tests.support.scheduling import DONE, Recorder, alone, job, known_pace, run, submit
 
 

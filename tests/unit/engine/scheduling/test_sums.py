@@ -21,7 +21,7 @@ from convgrad_service.engine.memory.tensor_layout import (
     clear_layout_cache,
     tensor_layout_of,
 )
-from convgrad_service.engine.scheduling.task import Job
+from convgrad_service.engine.scheduling.job import Job, count_tasks
 from convgrad_service.engine.shm.mappings import RegionMappings
 from convgrad_service.engine.workers.worker import run_job
 from convgrad_service.problems import Problem, problem_from, run_in_pieces
@@ -51,7 +51,7 @@ def computed(layout: TensorLayout, tensors: Arrays, order: list[int] | None) -> 
         for name, spec, offset, _ in layout.inputs:
             assert offset is not None
             arena.array(offset, spec)[...] = tensors[name]
-        job = Job.of(layout, 0, ())
+        job = Job(layout, 0, (), count_tasks(layout, ()))
         last = [job.tasks] if job.sums else []
         for part in [None] if order is None else [*order, *last]:
             run_job(BACKEND, arena, segments, job, threading.Event(), part)

@@ -22,7 +22,8 @@ from convgrad_service.engine.embedded import embedded_hub
 from convgrad_service.engine.hub import Hub
 from convgrad_service.engine.memory.tensor_layout import TensorLayout, tensor_layout_of
 from convgrad_service.engine.options import EngineOptions, InlineBackend
-from convgrad_service.engine.scheduling.task import Job, Task
+from convgrad_service.engine.scheduling.job import Job
+from convgrad_service.engine.scheduling.scheduler import Task
 from convgrad_service.engine.shm.registry import RegionSlice
 from convgrad_service.engine.workers.inline_executor import InlineExecutor
 from convgrad_service.problems import problem_from
@@ -259,7 +260,7 @@ def test_nothing_runs_inline_during_a_timing() -> None:
             executor.learn(layout, 1e-6)
             assert executor.try_run(layout, 0) is not None
             (worker,) = hub.scheduler._running
-            timing = Task(Job.of(alone(layout), 0, ()), 0.0, large=True)
+            timing = Task(Job(alone(layout), 0), 0.0, large=True)
             hub.scheduler._running[worker].append(timing)
             assert hub.status.timing
             assert executor.try_run(layout, 0) is None

@@ -19,7 +19,7 @@ from convgrad_service.engine.memory.tensor_layout import tensor_layout_of
 from convgrad_service.engine.options import EngineOptions
 from convgrad_service.engine.pipeline import Pipeline
 from convgrad_service.engine.request import ComputeRequest, Decoded
-from convgrad_service.engine.scheduling.task import JobResult
+from convgrad_service.engine.scheduling.job import JobResult
 from convgrad_service.engine.telemetry.record import Timings
 from convgrad_service.problems import run_in_pieces
 from tests.support.fake_backends import Gated

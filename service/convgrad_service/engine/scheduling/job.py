@@ -1,4 +1,4 @@
-"""Jobs, the tasks that they are scheduled as, and the workers that run them."""
+"""Jobs, their results, and what the scheduler needs of workers."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from typing import NamedTuple, Protocol
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from convgrad.errors import InvalidProblem
 from convgrad_service.backends.base import Outcome, Vitals
 from convgrad_service.engine.memory.tensor_layout import PlacedTensor, TensorLayout, pieces_of
 from convgrad_service.engine.shm.mappings import not_in_place
 from convgrad_service.engine.shm.registry import RegionSlice
-from convgrad_service.problems.base import Lane
 
 
 class JobResult(NamedTuple):
@@ -76,26 +75,23 @@ class Job(NamedTuple):
 
         Raises InvalidProblem if it uses the memory of several.
         """
-        if not self.regions:
-            return None
         devices = {each.device for each in self.regions} - {None}
         if len(devices) > 1:
             listed = " and ".join(map(str, sorted(each for each in devices if each is not None)))
             raise InvalidProblem(f"the tensors are on the devices {listed}; expected one device")
         return next(iter(devices), None)
 
-    @classmethod
-    def of(cls, layout: TensorLayout, base: int, regions: tuple[RegionSlice, ...]) -> Job:
-        """Make a job with as many tasks as possible."""
-        tasks = 1
-        if layout.parts > 1:
-            outputs = {tensor.name for tensor in layout.outputs}
-            # A single task if outputs may overlap inputs in a client's memory, which one part could
-            # overwrite before another reads them, or if inputs must first be copied to the arena.
-            copies = any(is_copied(tensor) for tensor in layout.inputs)
-            if not copies and not outputs & not_in_place_of(layout, regions):
-                tasks = len(pieces_of(layout.problem, layout.parts))
-        return cls(layout, base, regions, tasks)
+
+def count_tasks(layout: TensorLayout, regions: tuple[RegionSlice, ...]) -> int:
+    """Return how many tasks a problem in parts is scheduled as.
+
+    It is one if outputs may overlap inputs in a client's memory, which one part could overwrite
+    before another reads them, or if inputs must first be copied to the arena.
+    """
+    outputs = {tensor.name for tensor in layout.outputs}
+    if any(map(is_copied, layout.inputs)) or outputs & not_in_place_of(layout, regions):
+        return 1
+    return len(pieces_of(layout.problem, layout.parts))
 
 
 def is_copied(tensor: PlacedTensor) -> bool:
@@ -105,6 +101,7 @@ def is_copied(tensor: PlacedTensor) -> bool:
 
 @lru_cache(maxsize=256)
 def not_in_place_of(layout: TensorLayout, regions: tuple[RegionSlice, ...]) -> frozenset[str]:
+    """Return the tensors in shared memory that cannot be computed in place; see `not_in_place`."""
     shared = [tensor for tensor in (*layout.inputs, *layout.outputs) if tensor.offset is None]
     found = not_in_place(
         {name: regions[region] for name, _, _, region in shared if region is not None},
@@ -114,7 +111,26 @@ def not_in_place_of(layout: TensorLayout, regions: tuple[RegionSlice, ...]) -> f
     return frozenset(found)
 
 
-class Worker(Protocol):
+class JobHandle(Protocol):
+    """A submitted job. ``done`` is set once nothing accesses its memory any longer."""
+
+    done: asyncio.Future[JobResult]
+
+    @property
+    def waited_s(self) -> float | None:
+        """Seconds from submission to start; None until it starts, or if unknown."""
+        ...
+
+
+class _Started(JobHandle, Protocol):
+    started_s: float | None
+
+
+TaskT = TypeVar("TaskT", bound=_Started)
+AnyTask = TypeVar("AnyTask", contravariant=True)
+
+
+class Worker(Protocol[AnyTask]):
     """What the scheduler needs of a worker.
 
     The worker calls `Scheduler.finished` for each task or, if kernels must be compiled first,
@@ -129,11 +145,11 @@ class Worker(Protocol):
         """What it last reported about its device."""
         ...
 
-    def start(self, task: Task) -> None:
+    def start(self, task: AnyTask) -> None:
         """Start a task; the scheduler starts at most ``slots`` at a time."""
         ...
 
-    def cancel(self, task: Task) -> None:
+    def cancel(self, task: AnyTask) -> None:
         """Stop a task that it runs or compiles kernels for."""
         ...
 
@@ -149,66 +165,7 @@ class Worker(Protocol):
         ...
 
 
-class JobHandle(Protocol):
-    """A submitted job. ``done`` is set once nothing accesses its memory any longer."""
-
-    done: asyncio.Future[JobResult]
-
-    @property
-    def waited_s(self) -> float | None:
-        """Seconds from submission to start; None until it starts, or if unknown."""
-        ...
-
-
-class WorkerLost(Exception):
-    """The job was alone in workers that died twice."""
-
-
-class Task:
-    """A job, or one ``part`` of it: waiting, compiling kernels, running or done.
-
-    ``done`` is set once no worker accesses the job's memory, even if the request is gone.
-    ``wanted`` is False once it was cancelled, ``hung`` once its worker is killed because of it.
-    """
-
-    def __init__(
-        self, job: Job, deadline_s: float, *, large: bool, part: int | None = None
-    ) -> None:
-        self.job, self.deadline_s, self.large, self.part = job, deadline_s, large, part
-        self.cost = _cost(job, part)
-        self.device = job.device
-        self.done: asyncio.Future[JobResult] = asyncio.get_running_loop().create_future()
-        self.wanted = True
-        self.suspect = self.hung = False
-        self.lane = job.layout.problem.lane
-        self.deaths_alone = 0
-        self.submitted_s = time.monotonic()
-        self.started_s: float | None = None
-        self.worker: Worker | None = None
-
-    @property
-    def waited_s(self) -> float | None:
-        """Seconds from submission to start; None until it starts."""
-        return None if self.started_s is None else self.started_s - self.submitted_s
-
-    @property
-    def alone(self) -> bool:
-        """Whether it must be the only task of its worker."""
-        return self.suspect or self.lane is Lane.ALONE
-
-    def fail(self, error: BaseException) -> None:
-        if not self.done.done():
-            _fail(self.done, error)
-
-
-def _cost(job: Job, part: int | None) -> float:
-    if part is None:
-        return job.layout.cost
-    # The last part adds up partial sums: little work, and no measure of a problem's speed.
-    return job.layout.cost / job.tasks if part < job.tasks else 0.0
-
-
-class TaskGroup:
+class TaskGroup(Generic[TaskT]):
     """A job whose parts are separate tasks; to its submitter it looks like a single `Task`.
 
     ``cancel`` is called with every unfinished task once one has failed. ``last`` starts a final
@@ -217,12 +174,12 @@ class TaskGroup:
 
     def __init__(
         self,
-        tasks: Sequence[Task],
+        tasks: Sequence[TaskT],
         on_part_done: OnPartDone | None,
-        cancel: Callable[[Task], None],
-        last: Callable[[], Task] | None = None,
+        cancel: Callable[[TaskT], None],
+        last: Callable[[], TaskT] | None = None,
     ) -> None:
-        self.tasks: list[Task] = []
+        self.tasks: list[TaskT] = []
         self.wanted = True
         self._on_part_done, self._cancel = on_part_done, cancel
         self._error: BaseException | None = None
@@ -237,7 +194,7 @@ class TaskGroup:
         waits = [task.waited_s for task in self.tasks if task.waited_s is not None]
         return min(waits, default=None)
 
-    async def _run(self, last: Callable[[], Task] | None) -> JobResult:
+    async def _run(self, last: Callable[[], TaskT] | None) -> JobResult:
         await asyncio.wait([task.done for task in self.tasks])
         if last is not None and self._error is None:
             if not self.wanted:
@@ -249,7 +206,7 @@ class TaskGroup:
         elapsed_s = time.monotonic() - min(task.started_s or math.inf for task in self.tasks)
         return merge_results([task.done.result() for task in self.tasks], elapsed_s)
 
-    def _add(self, task: Task) -> None:
+    def _add(self, task: TaskT) -> None:
         task.done.add_done_callback(partial(self._task_done, len(self.tasks)))
         self.tasks.append(task)
 
@@ -267,10 +224,6 @@ class TaskGroup:
                 self._cancel(task)
 
 
-def _fail(future: asyncio.Future[JobResult], error: BaseException) -> None:
-    future.set_exception(error)
-    future.exception()  # mark it as retrieved: the submitter may be gone
-
-
 def result_of(outcome: Outcome) -> JobResult:
+    """Return the result of a job that a backend has computed."""
     return JobResult(*(getattr(outcome, name) for name in JobResult._fields))
