@@ -60,7 +60,7 @@ class InMemory(Generic[T]):
         with self._request.timings.stage("decode"):
             await execution.fill(execution.request.tensors())
 
-    def watch(self, gone: Callable[[], None] | None) -> None:
+    def watch(self, on_disconnect: Callable[[], None] | None) -> None:
         """Nobody goes."""
 
     async def send(self, execution: Execution) -> None:

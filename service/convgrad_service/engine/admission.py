@@ -114,7 +114,7 @@ class CancelScope:
         self.cancel(self._deadline.exceeded())
 
 
-class ClientGone(Exception):
+class ClientDisconnected(Exception):
     """The client disconnected before its response was ready."""
 
 

@@ -24,7 +24,7 @@ from convgrad_service.engine.admission import (
     Admission,
     AdmissionGate,
     CancelScope,
-    ClientGone,
+    ClientDisconnected,
     Deadline,
     Limits,
 )
@@ -90,8 +90,8 @@ class Transport(Protocol):
         """Receive or decode the tensors' data into the inputs of ``execution``."""
         ...
 
-    def watch(self, gone: Callable[[], None] | None) -> None:
-        """Call ``gone`` if the client disconnects, until this is called with None."""
+    def watch(self, on_disconnect: Callable[[], None] | None) -> None:
+        """Call ``on_disconnect`` if the client disconnects; None stops that."""
         ...
 
     async def send(self, execution: Execution) -> None:
@@ -157,7 +157,7 @@ class Pipeline:
         ------
         ServiceError
             The request was refused or has failed; nothing was sent yet, unless it was streamed.
-        ClientGone
+        ClientDisconnected
             The client has disconnected.
         """
         large = (request.body_bytes or 0) > SMALL_REQUEST_BYTES
@@ -178,7 +178,7 @@ class Pipeline:
         """Wait until the request is admitted; raise Overloaded if it is refused instead."""
         began_s = time.monotonic()
         with CancelScope(request.deadline) as scope:
-            transport.watch(lambda: scope.cancel(ClientGone()))
+            transport.watch(lambda: scope.cancel(ClientDisconnected()))
             try:
                 admission = await self.gate.admit(large=large)
             finally:
@@ -219,7 +219,7 @@ class Pipeline:
                     if not request.counts_receiving:
                         request.deadline = Deadline.after(request.deadline.allowed_s)
                         scope.set_deadline(request.deadline)
-                    transport.watch(lambda: scope.cancel(ClientGone()))
+                    transport.watch(lambda: scope.cancel(ClientDisconnected()))
                     admission.arrived()
                     try:
                         await execution.compute(streamed=transport.streams)

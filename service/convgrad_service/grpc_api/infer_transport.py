@@ -238,7 +238,7 @@ class InferTransport:
         self._reader.release(self._held_bytes)
         self._held_bytes = 0
 
-    def watch(self, gone: Callable[[], None] | None) -> None:
+    def watch(self, on_disconnect: Callable[[], None] | None) -> None:
         """Do nothing: if the client leaves, grpcio cancels the call's task."""
 
     async def send(self, execution: Execution) -> None:

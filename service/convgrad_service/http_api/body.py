@@ -17,7 +17,7 @@ from starlette.types import Message, Receive, Scope
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from convgrad.errors import DeadlineExceeded, MalformedRequest, PayloadTooLarge, RequestTimeout
-from convgrad_service.engine.admission import CancelScope, ClientGone, Deadline
+from convgrad_service.engine.admission import CancelScope, ClientDisconnected, Deadline
 from convgrad_service.engine.engine import Engine
 from convgrad_service.engine.memory.arena import Lease
 from convgrad_service.engine.options import MAX_TRANSFER_S
@@ -75,11 +75,11 @@ class Connection:
         protocol, left_bytes = self._protocol, self._receiving.left_bytes
         protocol.switch_protocol(ReceiveInto([left_bytes], protocol, protocol.restart_parser))
 
-    def watch(self, gone: Callable[[], None] | None) -> None:
-        """Have ``gone`` called if the client closes the connection, until called with None."""
-        self._protocol.gone, self._protocol.watching = gone, self.cycle
-        if gone is not None and self._protocol.transport.is_closing():
-            gone()
+    def watch(self, on_disconnect: Callable[[], None] | None) -> None:
+        """Call ``on_disconnect`` if the client closes the connection; None stops that."""
+        self._protocol.on_disconnect, self._protocol.watching = on_disconnect, self.cycle
+        if on_disconnect is not None and self._protocol.transport.is_closing():
+            on_disconnect()
 
     @contextmanager
     def unbuffered(self) -> Iterator[None]:
@@ -121,8 +121,8 @@ class Body:
     ``max_memory_wait_s``.
 
     Every method raises PayloadTooLarge if the body or its Content-Length exceeds the limit,
-    RequestTimeout if it pauses too long or arrives too slowly, and ClientGone if the connection
-    ends before the body does.
+    RequestTimeout if it pauses too long or arrives too slowly, and ClientDisconnected if the
+    connection ends before the body does.
     """
 
     def __init__(
@@ -283,7 +283,7 @@ class Body:
             if self._context is not None:
                 self._context.received_bytes += receiving.received_bytes
         if not receiving.filled.result():
-            raise ClientGone
+            raise ClientDisconnected
         await self._part()  # consume the end of the body, which the middleware watches for
         return True
 
@@ -299,7 +299,7 @@ class Body:
             return None
         message = await self._message()
         if message["type"] == "http.disconnect":
-            raise ClientGone
+            raise ClientDisconnected
         part: bytes = message.get("body", b"")
         self.received_bytes += len(part)
         self.ended = not message.get("more_body", False)

@@ -22,7 +22,7 @@ from starlette.middleware.errors import ServerErrorMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from convgrad.errors import ServiceError
-from convgrad_service.engine.admission import ClientGone
+from convgrad_service.engine.admission import ClientDisconnected
 from convgrad_service.engine.pipeline import Pipeline
 from convgrad_service.engine.telemetry.record import (
     TRACE_HEADERS,
@@ -108,7 +108,7 @@ class ExchangeMiddleware:
                 require_path(context.caller, scope["method"], path)
             found = self.endpoints.get(path) if scope["method"] == "POST" else None
             await (found or self.app)(scope, exchange.receive, exchange.send)
-        except ClientGone:
+        except ClientDisconnected:
             context.code = "client-gone"
         except ServiceError as error:
             await exchange.refuse(error)

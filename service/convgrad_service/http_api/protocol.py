@@ -63,10 +63,10 @@ class GuardedProtocol(HttpToolsProtocol):
     """The object that passes received data on to this protocol."""
     _repeating_head = False
     _parts = parts_bytes = 0
-    gone: Callable[[], None] | None = None
+    on_disconnect: Callable[[], None] | None = None
     """Called when the client has gone; set by the endpoint that computes."""
     watching: RequestResponseCycle | None = None
-    """The exchange that set ``gone``. Later requests may have been received already."""
+    """The exchange that set ``on_disconnect``. Later requests may have been received already."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -84,10 +84,10 @@ class GuardedProtocol(HttpToolsProtocol):
         transport.set_protocol(self._reader)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self.gone is not None:
+        if self.on_disconnect is not None:
             if self.watching is not None:
                 self.watching.disconnected = True
-            self.gone()
+            self.on_disconnect()
         self._stop_head_timer()
         _stop(self._write_timer)
         super().connection_lost(exc)

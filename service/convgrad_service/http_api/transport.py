@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from convgrad.contract import Operation
 from convgrad.errors import MalformedRequest
-from convgrad_service.engine.admission import CancelScope, ClientGone, Deadline
+from convgrad_service.engine.admission import CancelScope, ClientDisconnected, Deadline
 from convgrad_service.engine.execution import Execution, Source
 from convgrad_service.engine.memory.arena import Lease
 from convgrad_service.engine.pipeline import Pipeline, Transport
@@ -98,7 +98,7 @@ class HttpTransport(Transport):
         self._scope, self._receive, self._send = scope, receive, send
         self._context = context = context_of(scope)
         self._connection: Connection | None = scope.get(CONNECTION)
-        self._leaving: asyncio.Task[None] | None = None
+        self._awaiting_disconnect: asyncio.Task[None] | None = None
         self.body: Body | None = None  # until `receive`
         self.text = WholeBody(memoryview(b""))
         self.data_bytes: int | None = 0
@@ -178,14 +178,14 @@ class HttpTransport(Transport):
                 await body.read_into(targets, skip=len(self.text.data))
         self.text.release()
 
-    def watch(self, gone: Callable[[], None] | None) -> None:
+    def watch(self, on_disconnect: Callable[[], None] | None) -> None:
         """See `Transport.watch`."""
         if self._connection is not None:
-            self._connection.watch(gone)
-        elif gone is not None and self.body is not None and self.body.ended:
-            self._leaving = asyncio.ensure_future(self._left(gone))
-        elif self._leaving is not None:
-            self._leaving.cancel()
+            self._connection.watch(on_disconnect)
+        elif on_disconnect is not None and self.body is not None and self.body.ended:
+            self._awaiting_disconnect = asyncio.ensure_future(self._await_disconnect(on_disconnect))
+        elif self._awaiting_disconnect is not None:
+            self._awaiting_disconnect.cancel()
 
     def encode(self, execution: Execution) -> tuple[Headers, Sequence[Chunk]]:
         """Return the answer's headers and body, which may refer to the outputs' memory."""
@@ -210,25 +210,25 @@ class HttpTransport(Transport):
             chunks,
             connection=connection_of(self._scope),
             in_thread=self.pipeline.in_thread,
-            waiting=self._unless_gone,
+            waiting=self._unless_disconnected,
         )
 
     def close(self) -> None:
         """Release the request's memory."""
         self.text.release()
 
-    async def _left(self, gone: Callable[[], None]) -> None:
+    async def _await_disconnect(self, on_disconnect: Callable[[], None]) -> None:
         # After the whole body, the only message left is the disconnect.
         with contextlib.suppress(asyncio.CancelledError):
             await self._receive()
-            gone()
+            on_disconnect()
 
-    async def _unless_gone(self, coming: Coroutine[Any, Any, T]) -> T:
-        """Await ``coming``; raise ClientGone if the client leaves first."""
+    async def _unless_disconnected(self, work: Coroutine[Any, Any, T]) -> T:
+        """Await ``work``; raise ClientDisconnected if the client disconnects first."""
         with CancelScope() as scope:
-            self.watch(lambda: scope.cancel(ClientGone()))
+            self.watch(lambda: scope.cancel(ClientDisconnected()))
             try:
-                return await coming
+                return await work
             finally:
                 self.watch(None)
 
@@ -333,8 +333,8 @@ async def send_chunks(
             while at < len(data):
                 end = min(at + _SEND_BYTES, len(data))
                 if isinstance(chunk, PendingOutput):
-                    coming = chunk.until(at + 1)
-                    end = min(end, await (coming if waiting is None else waiting(coming)))
+                    more = chunk.until(at + 1)
+                    end = min(end, await (more if waiting is None else waiting(more)))
                 part = data[at:end] if connection is not None else bytes(data[at:end])
                 await send({"type": "http.response.body", "body": part, "more_body": True})
                 at = end

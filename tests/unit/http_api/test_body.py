@@ -10,7 +10,7 @@ import pytest
 from starlette.types import Message
 
 from convgrad.errors import MalformedRequest, Overloaded, PayloadTooLarge, ProblemTooLarge
-from convgrad_service.engine.admission import ClientGone
+from convgrad_service.engine.admission import ClientDisconnected
 from convgrad_service.engine.embedded import embedded_hub
 from convgrad_service.engine.hub import Hub
 from convgrad_service.engine.options import EngineOptions
@@ -90,7 +90,7 @@ def test_what_others_hold_is_refused_and_nothing_stays_held() -> None:
         taking(LONG, 777_000, take)
     with pytest.raises(ProblemTooLarge):
         whole(LONG, 2**30, engine, max_bytes=2**31)
-    with pytest.raises(ClientGone):
+    with pytest.raises(ClientDisconnected):
         whole(LONG[:50], 777_000, engine, gone=True)
     assert engine.texts.used_bytes == 0
 
@@ -122,7 +122,7 @@ def test_a_body_that_is_cut_off() -> None:
     async def take(body: Body) -> None:
         await body.read_into([memoryview(bytearray(10))])
 
-    with pytest.raises(ClientGone):
+    with pytest.raises(ClientDisconnected):
         taking([b"abc"], 10, take, gone=True)
 
 
