@@ -134,8 +134,8 @@ def _encode_json(call: Call[Any]) -> Sequence[Buffer | Base64]:
         tensor = json_tensors.encode_tensor(array, "npy", b64encode=_base64_blocks)
         blocks = tensor.pop("npy")
         # The other keys come first, so that the object ends with the base64 text.
-        beside = "".join(f"{json.dumps(key)}:{json.dumps(tensor[key])}," for key in tensor)
-        body.append(f'{"," if body else "{"}{json.dumps(name)}:{{{beside}"npy":"'.encode())
+        others = "".join(f"{json.dumps(key)}:{json.dumps(tensor[key])}," for key in tensor)
+        body.append(f'{"," if body else "{"}{json.dumps(name)}:{{{others}"npy":"'.encode())
         body.extend(blocks)
         body.append(b'"}')
     parameters = json.dumps(call.parameters)

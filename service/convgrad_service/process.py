@@ -19,7 +19,7 @@ from typing import TypeVar
 
 PROCESS = Path("/proc/self")
 # High enough that briefly waking threads of normal priority run at once; low enough that computing
-# keeps most of a core beside other processes.
+# keeps most of a core that other processes use too.
 NICENESS = 5
 # Of linux/prctl.h.
 _PR_SET_TIMERSLACK, _SLACK_NS = 29, 1000

@@ -1,4 +1,4 @@
-"""The CPU kernels beside PyTorch's CPU build: the layers of the CPU backend's target, one process.
+"""CPU kernels compared with PyTorch's CPU build on the CPU backend's target layers, in one process.
 
 Run by `make bench-cpu`. Prints a table for each class of operation and writes
 `tests/perf/results/cpu.jsonl`, a line for each layer, operation and layout, in place of the run

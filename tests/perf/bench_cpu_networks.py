@@ -1,4 +1,4 @@
-"""Every convolution of whole networks on the CPU beside PyTorch's CPU build, at batch 4.
+"""Every convolution of whole networks on the CPU compared with PyTorch's CPU build, at batch 4.
 
 Run by `make bench-cpu`, after the layers of `bench_cpu`, whose pairs of calls these are as well.
 Prints a line a layer as it goes, and a summary by class, operation and layout; writes

@@ -1,4 +1,4 @@
-"""The GPU kernels beside PyTorch's (cuDNN, ATen): the suite's layers, one process, same tensors.
+"""GPU kernels compared with PyTorch's (cuDNN, ATen) on the suite's layers, with the same tensors.
 
     python -m tests.perf.bench_gpu --classes depthwise pool --dtypes bfloat16 --layouts NHWC
     python -m tests.perf.bench_gpu --suite fallbacks
@@ -12,8 +12,9 @@ nothing that must be written back. Ours are the steps of the plan that the servi
 peer's is the operator of PyTorch's autograd, with cuDNN's search on. Every result is compared with
 a float64 computation of the peer's operator first, from a poisoned output.
 
-`--precision highest` computes float32 convolutions in true float32, beside PyTorch with TF32 off,
-and stores both errors: PyTorch's is larger where it chooses a Winograd or Fourier algorithm.
+`--precision highest` computes float32 convolutions in true float32, compares them with PyTorch
+without TF32, and stores both errors: PyTorch's is larger where it chooses a Winograd or Fourier
+algorithm.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Convolutions in jitted JAX programs, gradients and forward pass: ours beside `jax.lax`'s.
+"""Convolutions in jitted JAX programs, gradients and forward pass: ours compared with `jax.lax`'s.
 
 bfloat16, images in NHWC and weights in HWIO, as `flax.linen.Conv` has them. A program computes the
 layer on several sets of tensors, so that its dispatch costs a layer little. Needs JAX with CUDA and

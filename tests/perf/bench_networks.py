@@ -1,4 +1,4 @@
-"""Whole networks on the GPU, every distinct convolution at several batches, beside PyTorch's cuDNN.
+"""Every distinct convolution of whole networks on the GPU, at several batches, and cuDNN's time.
 
     python -m tests.perf.bench_networks --networks resnet50 --batches 1 8 --ops conv_bwd_data
 

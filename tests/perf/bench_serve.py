@@ -1,12 +1,13 @@
-"""The whole way of a request, beside the real Triton server: 64 MiB in and 4 MiB out, 1 KiB both.
+"""Whole requests compared with the real Triton server: 64 MiB in and 4 MiB out, 1 KiB both ways.
 
-Run by `make bench-serve`. Servers and client are on one machine and in one run, behind each a
-backend that only sums its input and returns a ready result, so that the way is what is measured.
-Ours computes small problems of the CPU on the spot; *by a worker* is the way that others take, and
-all of a GPU's.
-Twice: as each server is shipped (ours tunes malloc itself), and with malloc tuned by the
-environment for every program, the clients too. Prints a table, writes
-`tests/perf/results/serve.jsonl`, a line for each path, and draws `docs/serve.svg`.
+Run by `make bench-serve`. Servers and client run on one machine, in the same run. The backend of
+each server only sums its input and returns a ready result, so that the path of a request is what
+is measured. Our server computes small CPU problems on the event loop; rows *by a worker* are for
+all other problems, which includes everything that a GPU computes.
+
+Measured twice: as each server is shipped (ours tunes malloc itself), and with malloc tuned by the
+environment for every program, clients included. Prints a table, writes a line for each path to
+`tests/perf/results/serve.jsonl`, and draws `docs/serve.svg`.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ PEERS: Mapping[str, tuple[str, ...]] = {
 
 
 def records(size: Size, malloc: str, timed: Mapping[str, list[float]]) -> list[dict[str, Any]]:
-    """A line for each path of ours, beside its peer."""
+    """A line for each path of ours, compared with its peer."""
     quartiles = {path: _quartiles_ms(seconds) for path, seconds in timed.items()}
     lines = []
     for path, peers in PEERS.items():

@@ -1,4 +1,4 @@
-"""Layers for the CPU kernels, and each of their operations beside PyTorch on the same tensors."""
+"""Layers for the CPU kernels, and each of their operations in PyTorch on the same tensors."""
 
 from __future__ import annotations
 

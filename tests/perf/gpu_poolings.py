@@ -1,4 +1,4 @@
-"""Average, adaptive and max pooling and max unpooling as problems, beside PyTorch's operators.
+"""Average, adaptive and max pooling and max unpooling, as problems and as PyTorch's operators.
 
 Layers are those of ``suite/poolings.json``; each has its forward and its gradient. Gradients of
 maxima start from the same indices on both sides.

@@ -65,7 +65,7 @@ def network_sums() -> dict[tuple[str, int], dict[str, float]]:
 
 
 def networks_table() -> str:
-    """Whole networks beside cuDNN, a column for each batch."""
+    """Whole networks compared with cuDNN, a column for each batch."""
     rows, sums = records("networks"), network_sums()
     if not rows:
         return ""

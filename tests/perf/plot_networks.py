@@ -1,4 +1,4 @@
-"""Draws docs/networks.svg: the gradients of whole networks, ours beside cuDNN's, by batch.
+"""Draws docs/networks.svg: the gradients of whole networks, ours compared with cuDNN's, by batch.
 
     python -m tests.perf.plot_networks
 

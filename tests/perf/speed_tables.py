@@ -50,7 +50,7 @@ _COLUMNS = [(ops, last) for ops in (_BACKWARD, ("grouped_conv_bwd_weight",)) for
 
 
 def cpu_table() -> str:
-    """The CPU kernels beside PyTorch's, layer by layer, then the geometric means of the ratios."""
+    """CPU kernels compared with PyTorch's by layer, then the geometric means of the ratios."""
     rows = records("cpu")
     if not rows:
         return ""
@@ -141,7 +141,7 @@ def _ratio(rows: list[Record]) -> str:
 
 
 def gpu_table() -> str:
-    """The GPU kernels beside PyTorch's and the reference time: geometric means by class."""
+    """The GPU kernels compared with PyTorch's and the reference time: geometric means by class."""
     return _gpu_table("gpu", "make bench-gpu")
 
 
@@ -180,7 +180,7 @@ def _gpu_groups(rows: list[Record]) -> dict[tuple[str, str, str, str], list[Reco
 
 
 def serve_table() -> str:
-    """The whole way of a request beside the peer's: medians and how many times as fast."""
+    """The whole way of a request compared with the peer's: medians and how many times as fast."""
     rows = records("serve")
     if not rows:
         return ""

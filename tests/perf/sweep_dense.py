@@ -1,4 +1,4 @@
-"""Configurations of every dense family on many layers, beside cuDNN, to fit their choice to.
+"""Configurations of every dense family on many layers, compared with cuDNN, to fit their choice to.
 
     python -m tests.perf.sweep_dense --out ROWS.jsonl --seconds 200
 

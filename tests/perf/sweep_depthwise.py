@@ -1,4 +1,4 @@
-"""Configurations of every depthwise family on many layers, beside cuDNN.
+"""Configurations of every depthwise family on many layers, compared with cuDNN.
 
     python -m tests.perf.sweep_depthwise --out ROWS.jsonl --seconds 200
 

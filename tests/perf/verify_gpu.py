@@ -3,7 +3,7 @@
     python -m tests.perf.verify_gpu results.json [--cpu]
 
 References on the GPU against NumPy's; a server that verifies PyTorch's and its own results, and
-times layers beside cuDNN. Prints a line for each check and stops at nothing.
+times layers compared with cuDNN. Prints a line for each check and stops at nothing.
 """
 
 from __future__ import annotations

@@ -287,7 +287,7 @@ CONV_REFUSALS: list[tuple[str, dict[str, Any], str]] = [
     (
         "conv3d_backprop_input",
         PACKED,
-        "weight_size is missing; expected [K, C/groups, D, H, W] beside a weight in FRACTAL_Z_3D, "
+        "weight_size is missing; expected [K, C/groups, D, H, W] with a weight in FRACTAL_Z_3D, "
         "whose shape (27, 2, 16, 8) does not imply it",
     ),
     (

@@ -1,4 +1,4 @@
-"""The functions of `convgrad.torch` beside PyTorch's own, forward, backward and twice backward."""
+"""The functions of `convgrad.torch` compared with PyTorch's: forward, backward, double backward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Average, adaptive and un-pooling of `convgrad.torch` beside PyTorch's own, and through `use`."""
+"""Average and adaptive pooling and unpooling of `convgrad.torch`, called and through `use`."""
 
 from __future__ import annotations
 

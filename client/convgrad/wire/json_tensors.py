@@ -81,7 +81,7 @@ def decode_tensor(
     for key in tensor:
         if key not in keys:
             raise MalformedRequest(
-                f"{name}: unknown key {shown(key)}; beside {forms[0]} go {', '.join(keys[1:])}"
+                f"{name}: unknown key {shown(key)}; {forms[0]} takes {', '.join(keys[1:])}"
             )
     return decode(tensor, name, b64decode)
 
@@ -113,8 +113,8 @@ def encode_tensor(
 
 
 def _from_npy(tensor: Mapping[str, Any], name: str, b64decode: Decode) -> NDArray[Any]:
-    beside = tensor.get("dtype")
-    dtype = None if beside is None else checked_dtype(beside, name=name)
+    declared = tensor.get("dtype")
+    dtype = None if declared is None else checked_dtype(declared, name=name)
     return npy.decode(_base64(tensor["npy"], "npy", name, b64decode), name=name, dtype=dtype)
 
 
@@ -125,7 +125,7 @@ def _from_data(tensor: Mapping[str, Any], name: str, b64decode: Decode) -> NDArr
         )
     for key in ("dtype", "shape"):
         if key not in tensor:
-            raise MalformedRequest(f'{name}: missing "{key}" beside "data"')
+            raise MalformedRequest(f'{name}: missing "{key}", which "data" needs')
     dtype = checked_dtype(tensor["dtype"], name=name)
     shape = checked_shape(tensor["shape"], name=name)
     data = _base64(tensor["data"], "data", name, b64decode)
@@ -134,7 +134,7 @@ def _from_data(tensor: Mapping[str, Any], name: str, b64decode: Decode) -> NDArr
 
 def _from_values(tensor: Mapping[str, Any], name: str, _: Decode) -> NDArray[Any]:
     if "dtype" not in tensor:
-        raise MalformedRequest(f'{name}: missing "dtype" beside "values"')
+        raise MalformedRequest(f'{name}: missing "dtype", which "values" needs')
     dtype = checked_dtype(tensor["dtype"], name=name)
     return array_from_values(tensor["values"], dtype, name=name)
 

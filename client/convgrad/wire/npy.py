@@ -170,16 +170,16 @@ def _parsed(text: bytes) -> _Header | str:
 _VALUE_OF = {"descr": "text", "fortran_order": "flag", "shape": "ints"}
 
 
-def _element_type(code: str, beside: DType | None, name: str) -> DType:
+def _element_type(code: str, declared: DType | None, name: str) -> DType:
     """Return the element type, from the file's type code and the dtype sent with the file."""
     if code == "|O":
         raise MalformedRequest(f"{name}: the .npy file holds pickled objects, which are not read")
-    if beside is DType.BFLOAT16 and code in _TWO_BYTE_CODES:
-        return beside
-    if code in ("<V2", "|V2") and beside is None:
+    if declared is DType.BFLOAT16 and code in _TWO_BYTE_CODES:
+        return declared
+    if code in ("<V2", "|V2") and declared is None:
         raise MalformedRequest(
-            f'{name}: the .npy file holds 2-byte items of no type; for bfloat16 put "dtype": '
-            f'"bfloat16" beside it'
+            f'{name}: the .npy file holds 2-byte items of no type; for bfloat16 add "dtype": '
+            f'"bfloat16" to the tensor'
         )
     if code.startswith(">"):
         raise MalformedRequest(f"{name}: the .npy file is big-endian; expected little-endian")
@@ -189,8 +189,8 @@ def _element_type(code: str, beside: DType | None, name: str) -> DType:
         raise MalformedRequest(
             f"{name}: expected {', '.join(DType)}; the .npy file holds {_type_name(code)}"
         )
-    if beside is not None and beside is not dtype:
-        raise MalformedRequest(f"{name}: dtype says {beside}, but the .npy file holds {dtype}")
+    if declared is not None and declared is not dtype:
+        raise MalformedRequest(f"{name}: dtype says {declared}, but the .npy file holds {dtype}")
     return dtype
 
 

@@ -34,7 +34,7 @@ def peers_for(watch: Stopwatch, problem: Problem, parameters: Mapping[str, Any])
     ``parameters`` are those of the operation's request.
     """
     if importlib.util.find_spec("torch") is None:
-        return [PeerWatch("PyTorch", None, "PyTorch is not installed beside this server")]
+        return [PeerWatch("PyTorch", None, "PyTorch is not installed with this server")]
     import torch
 
     name = f"PyTorch {torch.__version__.partition('+')[0]}"

@@ -76,10 +76,8 @@ def with_named_tensors(schema: Any) -> Any:
         return schema
     for kind, forms in _FORMS.items():
         if schema.get("oneOf") == forms:
-            beside = {
-                key: value for key, value in schema.items() if key in ("title", "description")
-            }
-            return {"$ref": REF.format(kind), **beside}
+            kept = {key: value for key, value in schema.items() if key in ("title", "description")}
+            return {"$ref": REF.format(kind), **kept}
     return {key: with_named_tensors(value) for key, value in schema.items()}
 
 

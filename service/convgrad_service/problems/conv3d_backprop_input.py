@@ -227,7 +227,7 @@ def _weight_sizes(format: WeightFormat, shape: Size, stated: Sequence[int] | Non
         if format.self_describing:
             return format.sizes(shape)
         raise InvalidProblem(
-            f"weight_size is missing; expected [K, C/groups, D, H, W] beside a weight in "
+            f"weight_size is missing; expected [K, C/groups, D, H, W] with a weight in "
             f"{format.name}, whose shape {tuple_text(shape)} does not imply it"
         )
     if len(stated) != 5:

@@ -21,9 +21,9 @@ def run_in_pieces(
 ) -> dict[str, NDArray[Any]]:
     """Compute ``problem`` in its ``split(parts)``, one piece at a time, and return its outputs.
 
-    Pieces read views of ``tensors``. The memory needed beside the outputs is one piece's outputs,
-    and one array in float32 (float64 for float64) for each output that is a sum. Pieces are added
-    in order, so equal ``parts`` give equal bits.
+    Pieces read views of ``tensors``. In addition to the outputs, this needs memory for the outputs
+    of one piece, and for one array in float32 (float64 for float64) for each output that is a sum.
+    Pieces are added in order, so equal ``parts`` give equal bits.
     """
     pieces = problem.split(parts)
     if len(pieces) == 1:

@@ -154,7 +154,7 @@ HEADER = "{'descr': '<f4', 'fortran_order': False, 'shape': (2,), }"
         (with_header(HEADER.replace("<f4", "<M8")), "holds datetime64"),
         (with_header(HEADER.replace("<f4", "<u9999")), "holds an unknown type"),
         (with_header(HEADER.replace("<f4", "rubbish")), "holds an unknown type"),
-        (with_header(HEADER.replace("<f4", "<V2")), 'put "dtype": "bfloat16" beside it'),
+        (with_header(HEADER.replace("<f4", "<V2")), 'add "dtype": "bfloat16" to the tensor'),
         (with_header("{'descr': '<f4', " + HEADER[1:]), 'names "descr" twice'),
         (with_header("{'descr': '<f4'}"), "is not the dictionary"),
         (with_header(HEADER + "x"), "is not the dictionary"),
@@ -171,7 +171,7 @@ def test_files_that_lie_are_refused(file: bytes, sentence: str) -> None:
     assert len(refused.value.detail) < 300
 
 
-def test_the_dtype_beside_the_file_must_agree() -> None:
+def test_the_declared_dtype_must_agree_with_the_file() -> None:
     with pytest.raises(MalformedRequest, match=r"dtype says float32, but the \.npy file holds f"):
         npy.decode(saved(np.ones(2)), name="x", dtype=DType.FLOAT32)
 
