@@ -37,7 +37,7 @@ class Served:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Where it listens for HTTP."""
+        """The URL at which it serves HTTP."""
         return "127.0.0.1", int(self.http.rpartition(":")[2])
 
     def connect(self) -> socket.socket:

@@ -125,7 +125,7 @@ def test_shapes_that_numpy_cannot_hold_are_refused(
 
 
 def read_all(request: Any) -> None:
-    """What becomes of a request's inputs before a problem is made of them."""
+    """Reads a request's inputs as the transports do before they make a problem of them."""
     for tensor in request.inputs:
         array_or_blank(tensor)
 

@@ -88,7 +88,7 @@ def test_the_weight_gradient_takes_its_tensors_by_name_alone() -> None:
 
 
 class TorchLike:
-    """What of a PyTorch tensor is used for one in bfloat16."""
+    """The part of a PyTorch tensor's interface that is used for bfloat16."""
 
     def __init__(self, bits: Any, dtype: str, *, requires_grad: bool = False) -> None:
         self.bits, self.dtype, self.requires_grad = bits, dtype, requires_grad

@@ -170,7 +170,7 @@ def test_no_server_at_the_url(capfd: pytest.CaptureFixture[str]) -> None:
 
 @pytest.fixture
 def _interruptible() -> Iterator[None]:
-    """What a shell runs in the background ignores SIGINT, and so would what a test starts."""
+    """Processes that a shell runs in the background ignore SIGINT, and so would their children."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

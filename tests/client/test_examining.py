@@ -122,7 +122,7 @@ def test_a_kernel_is_verified_on_a_suite(
 def test_of_a_suite_every_layer_is_reported(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What does not fit the operation is passed by, and an error does not end the suite."""
+    """Layers that do not fit the operation are skipped, and an error does not end the suite."""
     few = [each for each in layers.suite("networks") if each.layer.ndim == 1][:1]
     words = ("--pool mb1ic4ih8kh2sh2", "mb1ic4iw9oc4kw3pw1", "mb1ic4iw8oc4kw3pw1")
     suite = [few[0]._replace(layer=_named(layers.parse(each))) for each in words]

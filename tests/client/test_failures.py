@@ -1,4 +1,4 @@
-"""What goes wrong: errors of the server, of the way there, and when the SDK tries again."""
+"""Errors of the server and of the connection, and when the SDK retries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What hooks are told of an attempt under way, and the bars made of it."""
+"""Progress hooks of a running attempt, and the progress bars made from them."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_an_attempt_is_told_of_from_its_first_byte_to_its_last(way: str) -> None
 
 
 def drawn(use: Callable[[convgrad.EventHooks], object], **options: Any) -> str:
-    """What stood on a terminal while a client with the bars' hooks was used."""
+    """Return what a terminal showed while a client with progress bars was used."""
     terminal = io.StringIO()
     console = Console(file=terminal, force_terminal=True, width=100, color_system=None)
     with convgrad.progress_bars(console=console, **options) as hooks:

@@ -1,4 +1,4 @@
-"""What a type checker concludes: outputs are None only where they may not be asked for."""
+"""A type checker infers that outputs may be None only where they are optional."""
 
 from __future__ import annotations
 

@@ -175,7 +175,7 @@ def test_a_key_does_what_its_scopes_say(guarded: Guarded) -> None:
 
 
 def refusals(guarded: Guarded, code: str) -> float:
-    """How many requests a server says that it has answered so."""
+    """Return how many requests with this outcome a server has counted."""
     text = guarded.get("/metrics", "ada").text
     line = f'convgrad_requests_by_code_total{{code="{code}"}} '
     (found,) = (one for one in text.splitlines() if one.startswith(line))

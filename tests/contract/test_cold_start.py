@@ -97,7 +97,7 @@ def server(tmp_path: Path) -> Iterator[TreeServer]:
 
 @pytest.fixture
 def file(tmp_path: Path) -> File:
-    """What the backend or the test says of the problem of so many images."""
+    """The event that the backend or the test sets for the problem with this number of images."""
     return lambda images, what: tmp_path / f"{images}.{what}"
 
 

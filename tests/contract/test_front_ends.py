@@ -36,7 +36,7 @@ def server() -> Iterator[TreeServer]:
 
 
 def sockets(process_id: int) -> int:
-    """How many a process has."""
+    """Return how many a process has."""
     found = 0
     for descriptor in Path(f"/proc/{process_id}/fd").iterdir():
         with suppress(OSError):
@@ -98,7 +98,7 @@ def test_a_front_end_that_dies_gets_its_share_again(server: TreeServer) -> None:
 
 
 def dealt(end: socket.socket) -> int:
-    """How many connections have come over an end."""
+    """Return how many connections were received over a socket."""
     end.setblocking(False)
     found = 0
     with suppress(BlockingIOError):

@@ -1,4 +1,4 @@
-"""What clients can make the gRPC server hold: messages on their way, unread answers, watches.
+"""Limits on what clients make the gRPC server hold: arriving messages, unread answers, watches.
 
 The memory is that of the real server's processes. Others are served meanwhile.
 """

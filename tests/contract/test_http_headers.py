@@ -1,4 +1,4 @@
-"""What is on every answer, whatever it answers."""
+"""Headers that every answer has."""
 
 from __future__ import annotations
 

@@ -355,7 +355,7 @@ def test_health_follows_readiness() -> None:
 
 
 def test_reflection(server: OipServer) -> None:
-    """What grpcurl asks: which services, and the file that describes one."""
+    """Asks as grpcurl does: for the services, and for the file that describes one."""
     asked = [
         reflection_pb2.ServerReflectionRequest(list_services=""),
         reflection_pb2.ServerReflectionRequest(

@@ -129,7 +129,7 @@ def test_binary_data_in_and_out(
 
 
 def test_large_lists_of_numbers(client: httpx.Client) -> None:
-    """What the parser does not see at once: 20,000 numbers beside a few."""
+    """20,000 numbers, which are parsed in blocks, and a few, which are not."""
     wide = np.zeros((1, 1, 100, 200), np.float32)
     request = json.loads(head())
     request["inputs"][0].update(shape=wide.shape, data=wide.reshape(-1).tolist())

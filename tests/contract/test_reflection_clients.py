@@ -1,4 +1,4 @@
-"""What grpcurl and its kin do: learn the services from the server alone, and call one."""
+"""Clients such as grpcurl learn the services from the server alone, and call one."""
 
 from __future__ import annotations
 

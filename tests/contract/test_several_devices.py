@@ -133,7 +133,7 @@ def expected() -> Any:
 
 
 def summed(operation: str, given: dict[str, Any]) -> dict[str, Any]:
-    """What the parts of a sum give, one after another in this process."""
+    """Return the parts of a sum, computed one after another in this process."""
     from convgrad.contract import OPERATIONS, validate
     from convgrad_service.problems import problem_from, run_in_pieces
 
@@ -284,7 +284,7 @@ def test_a_sum_past_its_deadline_frees_all(server: TreeServer) -> None:
 
 
 def test_adding_up_in_no_time_makes_no_part_brief(server: TreeServer) -> None:
-    """What is brief cannot be stopped, and keeps a worker from its next order."""
+    """A brief task cannot be stopped, and keeps its worker from receiving the next one."""
     with Client(server.url, max_retries=0) as client:
         for _ in range(2):
             client.call(bwd_weight())

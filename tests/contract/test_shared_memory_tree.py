@@ -67,7 +67,7 @@ def asked(module: ModuleType, name: str) -> dict[str, Any]:
 
 
 def answer(handle: Any) -> Any:
-    """What lies in a region behind X; what was there is wiped out."""
+    """Return the contents of a region after X, and clear them."""
     data = handle._mpsm_handle.buf[X.nbytes : SIZE_BYTES]
     found = np.frombuffer(bytes(data), np.float32).reshape(POOLED.shape)
     data[:] = bytes(len(data))

@@ -91,7 +91,7 @@ class Seen:
     surface: Any = None
 
     def shared(self, *, early: bool = False) -> dict[str, Any]:
-        """What must be the same over every transport.
+        """Return what must be the same over every transport.
 
         Over gRPC a message is read before it is known which operation it is for; ``early`` leaves
         out what follows from that, for a request that is refused before HTTP's body is read.
@@ -191,7 +191,7 @@ class Running:
     def _counted(
         self, before: Mapping[Any, float]
     ) -> tuple[tuple[str, tuple[tuple[str, str], ...], float], ...]:
-        """What the server counted for one request, but for CPU time, which differs every time."""
+        """Return what the server counted for one request, without CPU time, which varies."""
         end_s = time.monotonic() + 60
         while True:
             now = self._counts()

@@ -36,7 +36,7 @@ def handle_of(name: str) -> bytes:
 
 @contextmanager
 def allocated(size_bytes: int) -> Iterator[tuple[bytes, NDArray[np.uint8]]]:
-    """What another process has allocated: its handle and its bytes."""
+    """Memory that another process has allocated: its handle and its bytes."""
     name = f"fakegpu_{uuid.uuid4().hex}"
     path = SHM / name
     path.write_bytes(bytes(size_bytes))

@@ -48,7 +48,7 @@ def grpc_message(body: bytes, *, compressed: bool = False) -> bytes:
 
 @dataclass
 class Answer:
-    """What has come of a stream: headers and trailers together, data, and how it ended."""
+    """What was received on a stream: headers and trailers together, data, and how it ended."""
 
     headers: dict[str, str] = field(default_factory=dict)
     data: bytearray = field(default_factory=bytearray)

@@ -46,7 +46,7 @@ EXAMPLE = json.dumps(OPERATIONS["conv_bwd_data"].example).encode()
 
 @dataclass(frozen=True)
 class LiveServer:
-    """Where it listens, and its inside."""
+    """Its addresses, and the objects inside it."""
 
     host: str
     port: int
@@ -89,7 +89,7 @@ class LiveServer:
 
     @property
     def held_bytes(self) -> int:
-        """What requests hold of the arena."""
+        """The bytes of the arena that requests hold."""
         return self.hub.memory.used_bytes + self.hub.texts.used_bytes
 
 

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class Kept(NamedTuple):
-    """What is left of a result once its memory is another request's."""
+    """Copies of a result, which outlive its memory."""
 
     outputs: Mapping[str, NDArray[Any]]
     report: Report

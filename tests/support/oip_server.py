@@ -23,7 +23,7 @@ __all__ = ["OipServer", "serving_oip"]
 
 @dataclass(frozen=True)
 class OipServer:
-    """Where it listens, and its inside."""
+    """Its addresses, and the objects inside it."""
 
     http: str
     grpc: str

@@ -29,7 +29,7 @@ LONGEST_S = 60.0
 
 @dataclass(frozen=True)
 class TreeServer:
-    """Where it listens, and its inside."""
+    """Its addresses, and the objects inside it."""
 
     url: str
     grpc: str
@@ -43,11 +43,11 @@ class TreeServer:
 
     @property
     def held_bytes(self) -> int:
-        """What requests, and the front ends' local pools, hold of the arena."""
+        """The bytes of the arena that requests and the front ends' local pools hold."""
         return self.tree.hub.memory.used_bytes + self.tree.hub.texts.used_bytes
 
     def settled_bytes(self) -> int:
-        """What is held when nobody asks for anything: what the front ends' local pools are."""
+        """The bytes that are held without any request: the front ends' local pools."""
         # A place is given back a moment after its answer has left.
         seen = [self.held_bytes]
         while len(seen) < 40 or len(set(seen[-40:])) > 1:
@@ -147,5 +147,5 @@ def alive(process_id: int) -> bool:
 
 
 def descriptors(process_id: int) -> int:
-    """How many files a process has open."""
+    """Return how many files a process has open."""
     return len(list(Path(f"/proc/{process_id}/fd").iterdir()))

@@ -41,7 +41,7 @@ class Covered:
 def instances_of(
     case: Case, dtype: str, layout: str | None, device: CudaDevice, families: Families
 ) -> Iterator[Instance]:
-    """What a case launches on a device."""
+    """Return what a case launches on a device."""
     params = dict(case.params) if layout is None else {**case.params, "layout": layout}
     arrays = request_arrays(case, zeros(case, DTYPES[dtype]), layout)
     request = validate(OPERATIONS[case.operation].request, {**arrays, **params})

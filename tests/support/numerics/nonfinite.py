@@ -35,7 +35,7 @@ PACKED = 16
 
 
 def nonfinite(array: NDArray[Any]) -> Mask:
-    """Where an array holds NaN or an infinity; integers are finite."""
+    """Return where an array holds NaN or an infinity; integers are finite."""
     return ~np.isfinite(array.astype(np.float64))
 
 
@@ -157,7 +157,7 @@ def _middle_shape(case: Case, tensors: Mapping[str, NDArray[Any]]) -> tuple[int,
 def reached(
     case: Case, tensors: Mapping[str, NDArray[Any]], output: str, shape: tuple[int, ...]
 ) -> Mask:
-    """Where an output, of this canonical shape, may differ from that of the finite parts."""
+    """Return where an output of this canonical shape may differ from that of the finite parts."""
     bad = {name: nonfinite(array) for name, array in tensors.items()}
     groups = case.groups
     transposed = "transpose" in case.operation

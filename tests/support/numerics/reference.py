@@ -44,7 +44,7 @@ def padding_pairs(padding: Padding, ndim: int) -> tuple[tuple[int, int], ...]:
 def conv_output_size(
     size: Sequence[int], kernel: Sequence[int], stride: Sizes, padding: Padding, dilation: Sizes
 ) -> tuple[int, ...]:
-    """How many places the dilated kernel has in the padded input, in steps of stride."""
+    """Return how many positions the dilated kernel has in the padded input, in steps of stride."""
     n = len(size)
     s, p, d = per_dimension(stride, n), padding_pairs(padding, n), per_dimension(dilation, n)
     return tuple((size[a] + sum(p[a]) - d[a] * (kernel[a] - 1) - 1) // s[a] + 1 for a in range(n))

@@ -146,7 +146,7 @@ def unpool(name: str, sizes: Shape, size: Shape, params: Mapping[str, Any], way:
 
 
 def unpool_size(size: Shape, params: Mapping[str, Any]) -> Shape:
-    """What a max unpooling makes of a size."""
+    """Return the output size of a max unpooling."""
     if "output_size" in params:
         return tuple(params["output_size"])[-len(size) :]
     kernel, padding = params["kernel_size"], params.get("padding", 0)

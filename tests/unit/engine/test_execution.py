@@ -1,4 +1,4 @@
-"""What happens to a request's allocated tensors when it fails."""
+"""Tensors allocated for a request that fails are freed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the fields of a form are, whatever their data looks like and however it is cut."""
+"""The positions of a form's fields, for any data and any split into blocks."""
 
 from __future__ import annotations
 
