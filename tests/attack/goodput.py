@@ -1,4 +1,4 @@
-"""Goodput past the knee: answers per second to 400 clients that ignore Retry-After, beside 16's.
+"""Goodput under overload: answers per second to 400 clients that ignore Retry-After, and to 16.
 
     python -m tests.attack.goodput [--rounds 3] [--seconds 7]
 

@@ -1,4 +1,4 @@
-"""A server in processes of its own under attack, and what others notice of that."""
+"""A server's processes under attack, and the effect on other clients."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ARENA = "memfd:convgrad-arena"
 
 @dataclass(frozen=True)
 class Served:
-    """A server in processes of its own; ``hub`` is the first of them, in which gRPC runs."""
+    """A server's processes; ``hub`` is the first of them, in which gRPC runs."""
 
     http: str
     grpc: str
@@ -179,12 +179,12 @@ class Others:
         json.loads(answer.content)
 
     def _ready(self) -> None:
-        """A platform's question, on a connection of its own."""
+        """Send a health check on its own connection."""
         status = httpx.get(f"{self.server.http}/v2/health/ready", timeout=60).status_code
         self.not_ready += status != 200
 
     def _grpc(self) -> None:
-        """A gRPC call, on a connection of its own."""
+        """Make a gRPC call on its own connection."""
         with connected(self.server.grpc) as client:
             assert client.answer(client.open(LIVE, grpc_message(b""), last=True)).status == "0"
 

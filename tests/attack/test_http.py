@@ -112,7 +112,7 @@ def unread_answers(server: Served) -> None:
 
 
 def rubbish(server: Served) -> None:
-    """Heads that are none, each on a connection of its own, and leaving without an answer."""
+    """Invalid heads, each on its own connection, closed without waiting for an answer."""
     heads = [b"\0" * 100, b"GET", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"\x16\x03\x01" * 50]
     heads += [HEAD + line + b"\r\n\r\n" for line in (b"Content-Length: -1", b"A\0B: c", b": ")]
     for _ in range(60):

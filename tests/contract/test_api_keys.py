@@ -1,4 +1,4 @@
-"""API keys over real servers: who is let in, by any transport, and whose things are whose."""
+"""API keys on real servers: who has access over each transport, and who owns which tensors."""
 
 from __future__ import annotations
 

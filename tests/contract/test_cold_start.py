@@ -1,4 +1,4 @@
-"""Requests whose kernels must be compiled first, beside requests whose kernels are there.
+"""Requests whose kernels must be compiled first, sent together with warm requests.
 
 Kernels are compiled by a GPU's backend alone; here a backend's problems are cold until a file says
 that they are compiled.

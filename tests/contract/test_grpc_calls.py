@@ -228,7 +228,7 @@ def test_a_revoked_key_ends_its_open_stream(
 
 
 def test_keys_and_limits_are_held_against_the_metadata_alone(tmp_path: Path) -> None:
-    """The message never comes, and the answer is there."""
+    """The call is answered although its message never arrives."""
     file, key = tmp_path / "keys", new_key()
     file.write_text(f"ada:{hash_of(key)} max_inflight=1\n")
     backend = Blocking()

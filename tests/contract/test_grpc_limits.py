@@ -102,7 +102,7 @@ def test_who_had_time_enough_leaves_its_permit_to_others() -> None:
 
 @pytest.mark.parametrize("source", [None, ANOTHER_CLIENT], ids=["connection", "client"])
 def test_a_client_with_many_permits_leaves_one_to_another(source: str | None) -> None:
-    """A message in two halves, beside a client all of whose messages have stalled."""
+    """A message arrives in two halves while all messages of another client have stalled."""
     message = grpc_message(pool_request())
     with (
         serving_oip(Zeros(), grpc_message_permits=4, body_idle_timeout_s=60) as server,

@@ -1,4 +1,4 @@
-"""The gRPC server beside its happy path: status and code of errors, deadlines, streams, limits,
+"""The gRPC server's error paths: status and code of errors, deadlines, streams, limits,
 health checking and reflection, through clients that others wrote."""
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def test_every_operation_has_a_case_of_every_rank() -> None:
 
 @pytest.fixture(scope="module")
 def computing(request: pytest.FixtureRequest) -> Iterator[httpx.Client]:
-    """A client of a server of its own, or of the one that runs at ``--url``."""
+    """A client of a new server, or of the one that runs at ``--url``."""
     with contextlib.ExitStack() as until_done:
         url = request.config.getoption("--url")
         if url is None:
@@ -73,7 +73,7 @@ def test_both_forms_pass_both_gates(
 
 
 def _json(client: httpx.Client, case: Case, arrays: Arrays) -> Arrays:
-    """Out as data and back as data: base64 of the bytes, beside dtype and shape."""
+    """Tensors are sent and returned in the form "data": base64 of the bytes, dtype and shape."""
     tensors = {
         name: {
             "data": base64.b64encode(np.ascontiguousarray(array).tobytes()).decode(),

@@ -128,7 +128,7 @@ def test_a_port_in_use_is_one_sentence(
 @pytest.mark.processes
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the keys")
 def test_a_failed_handshake_leaves_the_log_json(tmp_path: Path) -> None:
-    """gRPC's library would write lines of its own."""
+    """Nothing is logged by gRPC's library, whose lines have another format."""
     files = TlsFiles.made(tmp_path).server()
     command = [*COMMAND, "--port", "0", "--grpc-port", "0", "--log-format", "json"]
     command += [f"--{name.replace('_', '-')}={path}" for name, path in files.items()]

@@ -141,7 +141,7 @@ def test_a_timing_tells_how_it_goes(http: httpx.Client) -> None:
 
 
 class Waiting(threading.Thread):
-    """A timing by a client of its own, with the events that it was told."""
+    """A timing by its own client, with the events that the client received."""
 
     def __init__(self, server: LiveServer, key: str = "", **fields: Any) -> None:
         super().__init__(daemon=True)

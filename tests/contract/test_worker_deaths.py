@@ -53,7 +53,7 @@ def while_unbroken(broken: Path, device: int) -> Mortal:
 
 
 def once_open(gate: Path, device: int) -> Mortal:
-    """A device that is there once there is such a file."""
+    """A device that works once this file exists."""
     until(gate.exists)
     return Mortal()
 

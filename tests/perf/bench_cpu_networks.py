@@ -76,7 +76,7 @@ def fastest(pair: Pair, seconds: float) -> dict[str, Any]:
 
 
 def show(records: list[dict[str, Any]]) -> None:
-    """Geometric means of the peer's time over ours, and the layers that are slowest beside it."""
+    """Geometric means of the peer's time over ours, and the layers with the smallest ratios."""
     print(f"\n{'':42}{'layers':>7}{'geomean':>9}{'< 0.7':>7}  lowest")
     ways = sorted({(row[CLASS], row[OPERATION], row[LAYOUT][-1] == "C") for row in records})
     for kind, operation, last in ways:

@@ -1,4 +1,4 @@
-"""What each kernel family wins: every measured layer's plan beside the best plan without a family.
+"""The gain of each kernel family: each layer's plan and the best plan without that family.
 
     python -m tests.perf.bench_families [--families first_forward ...] [--rows 24] [--wider]
         [--random 300]
@@ -62,7 +62,7 @@ WIDER: tuple[tuple[tuple[str, ...], str, str, str | None], ...] = (
     (GRADIENTS, "float32", "NHWC", "high"),
     (GRADIENTS, "float32", "NHWC", "highest"),
 )
-"""Operations, dtypes, layouts and precisions of the networks' layers beside the measured ones."""
+"""Operations, dtypes, layouts and precisions in addition to those that are measured."""
 RANDOM = (random_layers, random_grouped_layers, random_depthwise_layers, random_few_channel_layers)
 RANDOM_SEED = 17
 RANDOM_TYPES: tuple[tuple[str, str, str | None], ...] = (

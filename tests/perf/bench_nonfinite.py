@@ -1,4 +1,4 @@
-"""What NaN, infinities and subnormals cost: every class and dtype, each beside its finite data.
+"""The cost of NaN, infinities and subnormals: every class and dtype, compared with finite data.
 
     python -m tests.perf.bench_nonfinite [--device gpu] [--classes dense first] [--dtypes float32]
         [--over 1.1]

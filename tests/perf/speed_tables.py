@@ -232,7 +232,7 @@ def _beside(row: Record) -> str:
 
 
 def engine_gpu_table() -> str:
-    """The whole server on a GPU: what an answer takes beside the bus that it travels over."""
+    """The whole server on a GPU: the time of an answer, and that of its transfer over the bus."""
     rows = records("engine_gpu")
     if not rows:
         return ""
@@ -259,7 +259,7 @@ def engine_gpu_table() -> str:
 
 
 def devices_table() -> str:
-    """Several GPUs beside one."""
+    """Several GPUs compared with one."""
     rows = records("devices")
     if not rows:
         return ""

@@ -116,7 +116,7 @@ def configurations(
 
 
 def planned(job: Job) -> Planned | None:
-    """In a process of its own: planning needs no GPU. None if a plan is impossible."""
+    """Plan in a separate process, without a GPU; return None if no plan is possible."""
     problem: Any = problem_of(job.layer, "bfloat16", "NHWC", job.op)
     work = conv_work(problem, *BUFFERS[job.op])
     draw = random.Random(f"{job.layer['name']} {job.layer['N']} {job.op}")

@@ -14,7 +14,7 @@ __all__ = ["CLIENTS", "Awaited"]
 
 
 class Awaited:
-    """Each method of an `AsyncClient`, run to its end on an event loop of its own."""
+    """The methods of an `AsyncClient`, each run to completion on its own event loop."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         self.client = convgrad.AsyncClient(*arguments, **options)

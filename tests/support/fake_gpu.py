@@ -1,4 +1,4 @@
-"""A GPU that is none: memory of its own, which others open by a handle, and a CPU that computes.
+"""A fake GPU: memory that other processes open by a handle, and a CPU that computes.
 
 What another process would allocate on a GPU is a file below /dev/shm here, and its handle the
 file's name, padded to CUDA's 64 bytes.

@@ -65,7 +65,7 @@ class LiveServer:
         path: str = "/conv_bwd_data",
         headers: Mapping[str, str] | None = None,
     ) -> httpx.Response:
-        """One JSON request on a connection of its own; ``headers`` win over Content-Type's."""
+        """Send a JSON request on its own connection; ``headers`` may replace Content-Type."""
         with httpx.Client(base_url=self.url, timeout=60) as client:
             return client.post(
                 path, content=content, headers={"Content-Type": JSON, **(headers or {})}

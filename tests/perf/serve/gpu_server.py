@@ -80,7 +80,7 @@ class Loaded:
 
 @contextlib.contextmanager
 def serving(environment: Mapping[str, str]) -> Iterator[Server]:
-    """A server with these variables besides."""
+    """A server with these environment variables in addition."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     command = [sys.executable, "-c", _SERVE, "--port", str(port)]

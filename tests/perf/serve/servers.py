@@ -27,7 +27,7 @@ _START_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class Addresses:
-    """Where each server listens on the loopback; of ours a second computes nothing on the spot."""
+    """Each server's address; our second server computes nothing on the event loop."""
 
     ours_http: int
     ours_grpc: int

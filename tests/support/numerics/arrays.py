@@ -38,7 +38,7 @@ Arrays = dict[str, NDArray[Any]]
 
 
 def rng_for(seed: int, *names: object) -> np.random.Generator:
-    """A generator of its own for each test, so that none depends on which ran before."""
+    """Each test's own generator, so that none depends on which tests ran before."""
     return np.random.default_rng([seed, zlib.crc32(repr(names).encode())])
 
 

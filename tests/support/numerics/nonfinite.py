@@ -51,7 +51,7 @@ def finite_part(tensors: Mapping[str, NDArray[Any]]) -> Arrays:
 
 
 def _blocks(group: int, channels: int) -> set[int]:
-    """The aligned blocks of channels that a group of so many channels lies in."""
+    """Return the aligned blocks of channels that a group with this number of channels is in."""
     return set(range(group * channels // PACKED, ((group + 1) * channels - 1) // PACKED + 1))
 
 
