@@ -18,7 +18,7 @@ from tritonclient.utils import InferenceServerException
 from convgrad.errors import InvalidProblem, MalformedRequest, NotFound
 from convgrad_service.backends.cpu import CpuBackend
 from convgrad_service.engine.memory import tensor_layout as parts
-from convgrad_service.engine.memory.tensor_layout import clear_layout_cache, tensor_layout_of
+from convgrad_service.engine.memory.tensor_layout import tensor_layout_of
 from convgrad_service.engine.scheduling.job import Job
 from convgrad_service.engine.shm.registry import RegionInfo, RegionPart, RegionRegistry, RegionSlice
 from convgrad_service.problems import Problem
@@ -109,14 +109,14 @@ def test_a_problem_in_parts_is_cut_on_the_device(
     server: OipServer, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(parts, "PART_BYTES", 1000)
-    clear_layout_cache()
+    tensor_layout_of.cache_clear()
     try:
         with allocated(64 * 1024) as (handle, device), connected(http_client, server) as client:
             client.register_cuda_shared_memory("gpu", _raw(handle), 0, device.size)
             assert (infer(http_client, client, device) == expected()).all()
             assert gpu.moved_bytes == 0
     finally:
-        clear_layout_cache()
+        tensor_layout_of.cache_clear()
 
 
 def test_what_was_registered_is_told(module: Any, server: OipServer) -> None:

@@ -21,7 +21,7 @@ from convgrad.errors import ClientTimeout, DeadlineExceeded
 from convgrad_service.backends.base import Outcome
 from convgrad_service.backends.cpu import CpuBackend
 from convgrad_service.engine.memory import tensor_layout as parts
-from convgrad_service.engine.memory.tensor_layout import clear_layout_cache, tensor_layout_of
+from convgrad_service.engine.memory.tensor_layout import tensor_layout_of
 from convgrad_service.engine.scheduling.scheduler import Task
 from tests.support.tree_server import TreeServer, serving_tree, until
 
@@ -84,9 +84,9 @@ def _small_parts() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         # The front end in this process decides how a problem is cut; workers are told.
         patch.setattr(parts, "PART_BYTES", 80_000)
-        clear_layout_cache()
+        tensor_layout_of.cache_clear()
         yield
-    clear_layout_cache()
+    tensor_layout_of.cache_clear()
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import pytest
 import convgrad
 from convgrad.errors import InvalidProblem
 from convgrad_service.engine.memory import tensor_layout as parts
-from convgrad_service.engine.memory.tensor_layout import clear_layout_cache
+from convgrad_service.engine.memory.tensor_layout import tensor_layout_of
 from convgrad_service.engine.shm import stored
 from tests.support.fake_gpu import FakeGpu, fake_gpu, one_of_two
 from tests.support.http_server import LiveServer, serving
@@ -105,7 +105,7 @@ def test_a_large_result_in_parts_is_on_its_device_too(
     server: LiveServer, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(parts, "PART_BYTES", 80_000)
-    clear_layout_cache()
+    tensor_layout_of.cache_clear()
     image = np.random.default_rng(2).standard_normal((1, 4, 144, 144), np.float32)
     try:
         with convgrad.Client(server.url, max_retries=0) as client:
@@ -120,7 +120,7 @@ def test_a_large_result_in_parts_is_on_its_device_too(
             assert gpu.uploaded_bytes == before
             assert (client.conv_fwd(client.fetch("g"), WEIGHT) == found).all()
     finally:
-        clear_layout_cache()
+        tensor_layout_of.cache_clear()
 
 
 def test_a_device_that_is_lost_takes_no_tensor_with_it() -> None:

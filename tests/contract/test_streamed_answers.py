@@ -19,7 +19,7 @@ from convgrad.errors import ConnectionFailed, InvalidProblem
 from convgrad.wire import safetensors
 from convgrad_service.backends.cpu import CpuBackend
 from convgrad_service.engine.memory import tensor_layout as parts
-from convgrad_service.engine.memory.tensor_layout import clear_layout_cache
+from convgrad_service.engine.memory.tensor_layout import tensor_layout_of
 from convgrad_service.http_api import transport
 from tests.support.fake_backends import Gated
 from tests.support.fake_server import FakeServer, answer, problem
@@ -34,9 +34,9 @@ PART_BYTES = 500_000
 @pytest.fixture(autouse=True)
 def _small_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(parts, "PART_BYTES", PART_BYTES)
-    clear_layout_cache()
+    tensor_layout_of.cache_clear()
     yield
-    clear_layout_cache()
+    tensor_layout_of.cache_clear()
 
 
 @pytest.fixture

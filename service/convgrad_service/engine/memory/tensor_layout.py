@@ -196,11 +196,6 @@ def tensor_layout_of(
     )
 
 
-def clear_layout_cache() -> None:
-    """Forget all layouts, for tests that change how problems are split."""
-    tensor_layout_of.cache_clear()
-
-
 def pack_offsets(specs: Iterable[TensorSpec]) -> tuple[list[int], int]:
     """Return the offset of each tensor in one block, and the size of the block."""
     offsets, end = [], 0

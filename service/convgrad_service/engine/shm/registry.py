@@ -21,9 +21,6 @@ from typing import NamedTuple
 from convgrad.errors import InvalidProblem, MalformedRequest, NotFound, Overloaded
 from convgrad.wire.sentences import shown
 
-ANONYMOUS = ""
-"""The owner of all regions and stored tensors on a server without API keys."""
-
 _SHM_DIRECTORY = Path("/dev/shm")  # noqa: S108 - where shm_open creates files on Linux
 # A file name, but not a POSIX semaphore's.
 _KEY = re.compile(r"/?(?!sem\.)[A-Za-z0-9_][A-Za-z0-9_.\-]{0,250}")
@@ -91,7 +88,7 @@ class _Region:
 
 
 class RegionRegistry:
-    """All registered regions. For the event loop's thread.
+    """All registered regions. For the event loop's thread. Without API keys the owner is "".
 
     The callbacks in ``on_closed`` are called with the number of each region that is closed.
     """

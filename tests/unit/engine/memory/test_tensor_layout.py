@@ -18,7 +18,7 @@ from convgrad_service.backends.cpu import CpuBackend
 from convgrad_service.engine.admission import Deadline, Limits
 from convgrad_service.engine.embedded import ThreadWorker, embedded_hub
 from convgrad_service.engine.memory import tensor_layout as parts
-from convgrad_service.engine.memory.tensor_layout import clear_layout_cache, tensor_layout_of
+from convgrad_service.engine.memory.tensor_layout import tensor_layout_of
 from convgrad_service.engine.options import EngineOptions
 from convgrad_service.engine.pipeline import Pipeline
 from convgrad_service.engine.request import ComputeRequest, Decoded
@@ -41,9 +41,9 @@ FIELDS = {"grad_output": GRAD, "weight": WEIGHT, "padding": 1}
 def _small_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Split problems into parts of 8 KiB, so that small ones have several."""
     monkeypatch.setattr(parts, "PART_BYTES", 8 * 1024)
-    clear_layout_cache()
+    tensor_layout_of.cache_clear()
     yield
-    clear_layout_cache()
+    tensor_layout_of.cache_clear()
 
 
 def problem(operation: str = "conv_bwd_data", **fields: Any) -> Problem:

@@ -18,7 +18,6 @@ from convgrad_service.engine.memory import tensor_layout as parts
 from convgrad_service.engine.memory.arena import Arena
 from convgrad_service.engine.memory.tensor_layout import (
     TensorLayout,
-    clear_layout_cache,
     tensor_layout_of,
 )
 from convgrad_service.engine.scheduling.job import Job, count_tasks
@@ -170,7 +169,7 @@ def test_other_processes_use_the_layouts_number_of_parts(
 ) -> None:
     original = tensor_layout_of(problem())
     monkeypatch.setattr(parts, "PART_BYTES", 2**30)
-    clear_layout_cache()
+    tensor_layout_of.cache_clear()
     found = original.packed
     assert tensor_layout_of(problem()).parts == 1
     from convgrad_service.engine.memory.tensor_layout import unpack_layout
