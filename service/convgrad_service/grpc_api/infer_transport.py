@@ -18,6 +18,7 @@ from convgrad_service.engine.execution import Execution, ResponseTemplate, split
 from convgrad_service.engine.memory.arena import Lease
 from convgrad_service.engine.pipeline import Pipeline
 from convgrad_service.engine.request import SMALL_BYTES, ComputeRequest, Decoded, blank
+from convgrad_service.engine.shm.registry import RegionPart
 from convgrad_service.engine.telemetry.record import RequestContext
 from convgrad_service.grpc_api.exchange import Call
 from convgrad_service.grpc_api.limits import MessageReader, PendingResponses
@@ -31,7 +32,7 @@ from convgrad_service.grpc_api.wire import (
     request_names,
 )
 from convgrad_service.oip.fields import SharedMemory, array_or_blank, input_view, request_fields
-from convgrad_service.oip.request import InferRequest, Region, Span
+from convgrad_service.oip.request import InferRequest, Span
 from convgrad_service.problems import Problem
 from convgrad_service.server.settings import Settings
 
@@ -125,7 +126,7 @@ class _Split(NamedTuple):
             self.operation is not request.operation
             or self.id != request.id.encode()
             or len(self.key[1]) > _MAX_KEY_BYTES
-            or not all(isinstance(tensor.source, Span | Region) for tensor in request.inputs)
+            or not all(isinstance(tensor.source, Span | RegionPart) for tensor in request.inputs)
         ):
             return None
         names = (tensor.name for tensor in request.inputs if isinstance(tensor.source, Span))

@@ -18,12 +18,12 @@ from convgrad_service.engine.execution import Execution
 from convgrad_service.engine.request import Decoded, blank
 from convgrad_service.engine.scheduling.job import JobHandle
 from convgrad_service.engine.scheduling.quotas import Caller, KeyLimits, Ticket
+from convgrad_service.engine.shm.registry import RegionPart
 from convgrad_service.http_api.codecs import JSON, OperationTransport
 from convgrad_service.http_api.content_types import choose_accepted
 from convgrad_service.http_api.problem_details import problem_details
 from convgrad_service.http_api.transport import Content, HttpTransport
 from convgrad_service.oip.fields import SharedMemory
-from convgrad_service.oip.request import Region
 from convgrad_service.problems import Problem
 from convgrad_service.problems.examinations import TimeIt, Verify
 
@@ -73,7 +73,8 @@ class VerifyTransport(_ExaminationTransport):
                 )
         blanks = {name: blank(each.shape, each.dtype, name=name) for name, each in shared.items()}
         regions = {
-            name: Region(each.region, each.offset, each.size_bytes) for name, each in shared.items()
+            name: RegionPart(self.owner, each.region, each.offset, each.size_bytes)
+            for name, each in shared.items()
         }
         memory = SharedMemory(self.pipeline.engine, self._settings)
         return replace(

@@ -27,7 +27,7 @@ from convgrad_service.engine.engine import call_hub
 from convgrad_service.engine.execution import Execution, ResponseTemplate, Source, split_at
 from convgrad_service.engine.pipeline import Pipeline
 from convgrad_service.engine.request import Decoded, blank
-from convgrad_service.engine.shm.registry import RegionInfo
+from convgrad_service.engine.shm.registry import RegionInfo, RegionPart
 from convgrad_service.engine.telemetry.record import RequestMetrics
 from convgrad_service.http_api.body import Body, small_body
 from convgrad_service.http_api.middleware import Endpoints, context_of
@@ -54,7 +54,6 @@ from convgrad_service.oip.models import (
 )
 from convgrad_service.oip.request import (
     InferRequest,
-    Region,
     Span,
     refuse_unknown_keys,
     require_size,
@@ -112,7 +111,7 @@ class InferTransport(HttpTransport):
         for tensor in request.inputs:
             if isinstance(tensor.source, Span):
                 spans.append((tensor.name, tensor.source.size_bytes))
-            elif not isinstance(tensor.source, Region):
+            elif not isinstance(tensor.source, RegionPart):
                 sources[tensor.name] = tensor.source
         content = Content(sources, spans, replace(request, id="") if self._id else request)
         self.refuse_over_limit(content)

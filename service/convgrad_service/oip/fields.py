@@ -17,7 +17,7 @@ from convgrad_service.engine.engine import Engine, call_hub
 from convgrad_service.engine.hub import Hub
 from convgrad_service.engine.request import blank
 from convgrad_service.engine.shm.registry import RegionInfo, RegionPart, RegionRegistry
-from convgrad_service.oip.request import InferInput, InferRequest, Region, Span, parse_parameters
+from convgrad_service.oip.request import InferInput, InferRequest, Span, parse_parameters
 from convgrad_service.server.settings import Settings
 
 VERSION = "1"
@@ -146,18 +146,15 @@ class SharedMemory:
         found = await call_hub(self._engine, listed, owner, name, on_device=kind == "cuda")
         return [_described(info) for info in found]
 
-    def parts(self, owner: str, regions: Mapping[str, Region]) -> Mapping[str, RegionPart]:
-        """Return the owner's regions for these tensors; raises UnsupportedProblem if disabled."""
+    def parts(self, owner: str, regions: Mapping[str, RegionPart]) -> Mapping[str, RegionPart]:
+        """Return these regions as the owner's; raises UnsupportedProblem if disabled."""
         if regions and not self._kinds:
             name, region = next(iter(regions.items()))
             raise UnsupportedProblem(
                 f"{name}: the region {shown(region.name)} cannot be used; shared memory is "
                 "not enabled on this server"
             )
-        return {
-            name: RegionPart(owner, region.name, region.offset, region.size_bytes)
-            for name, region in regions.items()
-        }
+        return {name: region._replace(owner=owner) for name, region in regions.items()}
 
     def _require(self, kind: Kind) -> None:
         if kind not in self._kinds:

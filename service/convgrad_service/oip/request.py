@@ -21,6 +21,7 @@ from convgrad.errors import MalformedRequest
 from convgrad.wire import strict_json
 from convgrad.wire.sentences import shown
 from convgrad_service.engine.execution import Filler
+from convgrad_service.engine.shm.registry import RegionPart
 
 T = TypeVar("T")
 _NAMES = {
@@ -180,15 +181,6 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Region:
-    """A part of the shared-memory region registered as ``name``."""
-
-    name: str
-    offset: int
-    size_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class InferInput:
     """One input.
 
@@ -199,11 +191,11 @@ class InferInput:
     name: str
     dtype: DType
     shape: tuple[int, ...]
-    source: Span | Region | Filler | NDArray[Any]
+    source: Span | RegionPart | Filler | NDArray[Any]
 
     def __post_init__(self) -> None:
         """Check the size of the data against shape and dtype."""
-        if isinstance(self.source, Span | Region):
+        if isinstance(self.source, Span | RegionPart):
             needed_bytes = math.prod(self.shape) * self.dtype.itemsize
             if needed_bytes != self.source.size_bytes:
                 raise MalformedRequest(
@@ -218,7 +210,7 @@ class InferOutput:
 
     name: str
     binary: bool
-    region: Region | None = None
+    region: RegionPart | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,13 +264,13 @@ class InferRequest:
         return {name: outputs[name] for name in self.answer_names(outputs)}
 
     @property
-    def regions(self) -> Mapping[str, Region]:
+    def regions(self) -> Mapping[str, RegionPart]:
         """The shared-memory region of each input and output that uses one, by name."""
         places = [
             *((tensor.name, tensor.source) for tensor in self.inputs),
             *((output.name, output.region) for output in self.outputs),
         ]
-        return {name: place for name, place in places if isinstance(place, Region)}
+        return {name: place for name, place in places if isinstance(place, RegionPart)}
 
     def sends(self, output: str) -> bool:
         """Whether the answer contains the elements of ``output``."""
@@ -297,7 +289,7 @@ def _check_names(names: list[str], known: tuple[str, ...], what: str, operation:
         seen.add(name)
 
 
-def input_region(parameters: Mapping[str, Any], tensor: str) -> Region | None:
+def input_region(parameters: Mapping[str, Any], tensor: str) -> RegionPart | None:
     """Return the region that an input's parameters name, or None.
 
     Raises
@@ -308,14 +300,16 @@ def input_region(parameters: Mapping[str, Any], tensor: str) -> Region | None:
     return _region(parameters, tensor, _INPUT_KEYS)
 
 
-def output_region(parameters: Mapping[str, Any], tensor: str) -> Region | None:
+def output_region(parameters: Mapping[str, Any], tensor: str) -> RegionPart | None:
     """Return the region that an output's parameters name, or None; raises as `input_region`."""
     if parameters.get("classification", 0) != 0:
         raise MalformedRequest(f"{tensor}: this server has no classification extension")
     return _region(parameters, tensor, _OUTPUT_KEYS)
 
 
-def _region(parameters: Mapping[str, Any], tensor: str, known: tuple[str, ...]) -> Region | None:
+def _region(
+    parameters: Mapping[str, Any], tensor: str, known: tuple[str, ...]
+) -> RegionPart | None:
     refuse_unknown_keys(parameters, known, f"parameters of {shown(tensor)}")
     if not any(key in parameters for key in _KEYS):
         return None
@@ -323,9 +317,8 @@ def _region(parameters: Mapping[str, Any], tensor: str, known: tuple[str, ...]) 
         parameters.get(_REGION), str, f"{tensor}: expected {_REGION} to be a string"
     )
     size_bytes = require_size(parameters.get(_SIZE), f"{tensor}: {_SIZE}")
-    return Region(
-        name, require_size(parameters.get(_OFFSET, 0), f"{tensor}: {_OFFSET}"), size_bytes
-    )
+    offset = require_size(parameters.get(_OFFSET, 0), f"{tensor}: {_OFFSET}")
+    return RegionPart("", name, offset, size_bytes)
 
 
 def require_type(value: Any, kind: type[T], expected: str) -> T:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 import convgrad_service.grpc_api
 from convgrad.contract import Report
 from convgrad.errors import MalformedRequest, NotFound
+from convgrad_service.engine.shm.registry import RegionPart
 from convgrad_service.grpc_api.wire import (
     cut_raw_contents,
     encode_response,
@@ -26,7 +27,7 @@ from convgrad_service.grpc_api.wire import (
     request_names,
 )
 from convgrad_service.oip.fields import input_view
-from convgrad_service.oip.request import Region, Span
+from convgrad_service.oip.request import Span
 
 Request = message("ModelInferRequest")
 REPORT = Report(backend="cpu", kernel="k", flops=2**70, bytes=9, compute_s=0.5)
@@ -164,7 +165,7 @@ def test_parameters_of_every_kind() -> None:
         "dilation": 3,
     }
     assert read.timeout_s == 0.0015
-    assert read.outputs[0].region == Region("r", 0, 16)
+    assert read.outputs[0].region == RegionPart("", "r", 0, 16)
 
 
 def spoilt(change: Any, raw: bool = True) -> bytes:

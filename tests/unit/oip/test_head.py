@@ -10,9 +10,10 @@ import pytest
 
 from convgrad.contract import OPERATIONS
 from convgrad.errors import MalformedRequest, NotFound
+from convgrad_service.engine.shm.registry import RegionPart
 from convgrad_service.oip.fields import operation_named, request_fields
 from convgrad_service.oip.http_json import read_infer_head
-from convgrad_service.oip.request import InferRequest, Region, Span
+from convgrad_service.oip.request import InferRequest, Span
 
 CONV = OPERATIONS["conv_bwd_data"]
 INPUT: dict[str, Any] = {"name": "weight", "shape": [1, 1, 2, 2], "datatype": "FP32"}
@@ -67,8 +68,8 @@ def test_shared_memory_regions() -> None:
         inputs=[{**INPUT, "parameters": at_7}],
         outputs=[{"name": "grad_input", "parameters": region}],
     )
-    assert request.inputs[0].source == Region("r", 7, 16)
-    assert request.outputs[0].region == Region("r", 0, 16)
+    assert request.inputs[0].source == RegionPart("", "r", 7, 16)
+    assert request.outputs[0].region == RegionPart("", "r", 0, 16)
     size_left_out = {"shared_memory_region": "r"}
     refused("shared_memory_byte_size", inputs=[{**INPUT, "parameters": size_left_out}])
 
