@@ -73,13 +73,13 @@ class RequestFormat:
 
     ``decode`` is called with the head, the operation, the bytes behind the head (None if not known
     yet) and the Content-Type. It returns the request's fields, whose tensors may be `blank`, and
-    where their data is. Without ``head_bytes`` the head is all of the body. ``answered`` is the
-    media type of the answer unless Accept requests another.
+    where their data is. Without ``head_bytes`` the head is all of the body. ``default_response`` is
+    the media type of the answer unless Accept requests another.
     """
 
     media_type: str
     decode: Callable[[memoryview, Operation, int | None, str], tuple[dict[str, Any], Content]]
-    answered: str
+    default_response: str
     head_bytes: HeadBytes | None = None
 
     @property
@@ -90,7 +90,7 @@ class RequestFormat:
 
 @dataclass(frozen=True, slots=True)
 class ResponseFormat:
-    """A media type of answers.
+    """A media type of responses.
 
     ``encode`` refers to the outputs without copying; ``refuse`` raises, before anything is
     computed, if the answer could not be encoded. With ``streams``, sending can begin before all of
@@ -104,7 +104,7 @@ class ResponseFormat:
     reports: bool = False
 
     def headers(self, execution: Execution) -> Headers:
-        """Return the headers that depend on the form."""
+        """Return the headers that depend on the format."""
         media_type = self.media_type
         if media_type == NPY:
             ((_, array),) = execution.outputs.items()
@@ -117,28 +117,31 @@ class ResponseFormat:
 
 
 class OperationTransport(HttpTransport):
-    """A body of any `RequestFormat`, and an answer of any `ResponseFormat`."""
+    """A request in any `RequestFormat`, and a response in any `ResponseFormat`."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         content_type, accept = self.headers.get(b"content-type"), self.headers.get(b"accept", "")
-        self.form, self.answer = _forms(content_type, accept, self.answers())
-        self.streams = self.answer in RESPONSE_FORMATS and RESPONSE_FORMATS[self.answer].streams
+        self.request_format, self.response_type = _formats(
+            content_type, accept, self.response_types()
+        )
+        response_format = RESPONSE_FORMATS.get(self.response_type)
+        self.streams = response_format is not None and response_format.streams
 
-    def answers(self) -> tuple[str, ...]:
-        """Return the media types of answers that this exchange may have."""
-        return _ANSWERS
+    def response_types(self) -> tuple[str, ...]:
+        """Return the media types of responses that this exchange may have."""
+        return _RESPONSE_TYPES
 
     async def head(self) -> Hashable | None:
-        body = await self.receive(self.form.head_bytes)
+        body = await self.receive(self.request_format.head_bytes)
         if self.data_bytes is None and body.ended:
             self.data_bytes = body.received_bytes - len(self.text.data)
-        key = None if self.form.head_bytes is None else self.key()
-        return None if key is None else (key, self.answer)
+        key = None if self.request_format.head_bytes is None else self.key()
+        return None if key is None else (key, self.response_type)
 
     def decode(self) -> Decoded:
         content_type = self.headers[b"content-type"]
-        fields, content = self.form.decode(
+        fields, content = self.request_format.decode(
             self.text.data, self.operation, self.data_bytes, content_type
         )
         self.refuse_over_limit(content)
@@ -146,21 +149,23 @@ class OperationTransport(HttpTransport):
 
     def refuse(self, request: Request, problem: Problem) -> None:
         """Raise, before anything is computed, if the answer could not be encoded."""
-        if (refuse := RESPONSE_FORMATS[self.answer].refuse) is not None:
+        if (refuse := RESPONSE_FORMATS[self.response_type].refuse) is not None:
             refuse(request, problem)
 
     def encode(self, execution: Execution) -> tuple[Headers, Sequence[Chunk]]:
-        form = RESPONSE_FORMATS[self.answer]
-        return form.headers(execution), form.encode(execution)
+        response_format = RESPONSE_FORMATS[self.response_type]
+        return response_format.headers(execution), response_format.encode(execution)
 
 
 @lru_cache(maxsize=256)
-def _forms(
-    content_type: str | None, accept: str, answers: tuple[str, ...]
+def _formats(
+    content_type: str | None, accept: str, response_types: tuple[str, ...]
 ) -> tuple[RequestFormat, str]:
-    form = REQUEST_FORMATS[match_content_type(content_type, tuple(REQUEST_FORMATS))]
-    preferred = form.answered if form.answered in answers else answers[0]
-    return form, choose_accepted(accept, answers, preferred)
+    found = REQUEST_FORMATS[match_content_type(content_type, tuple(REQUEST_FORMATS))]
+    preferred = found.default_response
+    if preferred not in response_types:
+        preferred = response_types[0]
+    return found, choose_accepted(accept, response_types, preferred)
 
 
 async def _safetensors_head(body: Body) -> int:
@@ -379,4 +384,4 @@ RESPONSE_FORMATS: Mapping[str, ResponseFormat] = {
         ResponseFormat(NPZ, encode_npz, refuse_npz, reports=True),
     )
 }
-_ANSWERS = tuple(RESPONSE_FORMATS)
+_RESPONSE_TYPES = tuple(RESPONSE_FORMATS)

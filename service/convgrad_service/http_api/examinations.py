@@ -38,11 +38,11 @@ _JSON_HEADERS = [(b"content-type", b"application/json"), (b"vary", b"accept")]
 
 
 class _ExaminationTransport(OperationTransport):
-    """A body of any `RequestFormat`, and an answer in JSON."""
+    """A request in any `RequestFormat`, and a response in JSON."""
 
     decodes_inline = False  # parsing a layer's notation takes a thread
 
-    def answers(self) -> tuple[str, ...]:
+    def response_types(self) -> tuple[str, ...]:
         return (JSON,)
 
     async def head(self) -> None:
@@ -116,7 +116,7 @@ class TimeTransport(_ExaminationTransport):
         self._tickets: list[Ticket | None] = []
         self._timed = b""
 
-    def answers(self) -> tuple[str, ...]:
+    def response_types(self) -> tuple[str, ...]:
         # Events have no Content-Length, so they are sent in chunks, which HTTP/1.0 does not have.
         return (JSON,) if self._scope["http_version"] == "1.0" else (JSON, EVENT_STREAM)
 
@@ -156,13 +156,13 @@ class TimeTransport(_ExaminationTransport):
         return replace(decoded, fields=fields)
 
     async def send(self, execution: Execution) -> None:
-        if self.answer == EVENT_STREAM:
+        if self.response_type == EVENT_STREAM:
             self._timed = execution.job_result.report_json
         else:
             await super().send(execution)
 
     async def run(self) -> None:
-        if self.answer != EVENT_STREAM:
+        if self.response_type != EVENT_STREAM:
             await super().run()
             return
         queued: asyncio.Future[JobHandle] = asyncio.get_running_loop().create_future()
