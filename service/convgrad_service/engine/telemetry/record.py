@@ -25,7 +25,6 @@ TRACE_HEADERS = ("traceparent", "tracestate")
 """The W3C trace context headers; gRPC metadata uses the same names."""
 
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}.*")
-_SEPARATORS = re.compile('[ "=]')
 # Printable ASCII: the id is echoed in a header and in log lines.
 _ACCEPTABLE_ID = re.compile(r"[ -~]{1,128}")
 # One seed from the system per process, no system call per id: ids are not secret.
@@ -366,13 +365,25 @@ class ExchangeLine:
         }
 
     def __str__(self) -> str:
-        return " ".join([f"{name}={_quoted(value)}" for name, value in self.fields().items()])
+        # Not built from `fields`: this runs for every request and would slow small ones down.
+        context = self._context
+        key = f" key={context.owner}" if context.owner else ""
+        fields = " ".join(
+            [f"{name}={_quoted(value)}" for name, value in self._transport_fields.items()]
+        )
+        trace = f" trace_id={trace_id}" if (trace_id := context.trace_id) else ""
+        stages = "".join(
+            [f" {stage}_s={seconds:.6f}" for stage, seconds in context.timings.stages_s.items()]
+        )
+        return (
+            f"request_id={_quoted(context.request_id)}{key} {fields} code={context.code} "
+            f"received_bytes={context.received_bytes} sent_bytes={context.sent_bytes} "
+            f"client={context.client}{trace} total_s={self._total_s:.6f}{stages}"
+        )
 
 
-def _quoted(value: str | int | float) -> str:
+def _quoted(value: str | int) -> str:
     if isinstance(value, int):
         return str(value)
-    if isinstance(value, float):
-        return f"{value:.6f}"
     # A path or an id with spaces or quotes must not be able to forge other fields of the line.
-    return value if value.isprintable() and not _SEPARATORS.search(value) else repr(value)
+    return value if value.isprintable() and not set(' "=') & set(value) else repr(value)
