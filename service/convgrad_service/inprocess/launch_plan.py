@@ -19,7 +19,7 @@ from convgrad_service.plans.cuda.program import Clear, Launch, Step
 __all__ = ["MOST_BUFFERS", "Driver", "NativePlan"]
 
 MOST_BUFFERS = 48
-# Beyond them, kernels are launched one by one: a program with so many shapes repeats few of them.
+# With more, kernels are launched one by one: a program with that many shapes repeats few of them.
 MOST_GRAPHS = 4096
 
 _U32, _U64, _POINTER = ctypes.c_uint32, ctypes.c_uint64, ctypes.c_void_p

@@ -203,7 +203,7 @@ class ProcessTree:
     def _start_front(
         self, name: str, serve: Serve, dispatcher: ConnectionDispatcher | None
     ) -> asyncio.Future[int]:
-        """Start a front end in a process of its own; return its future port."""
+        """Start a front end in its own process; return its future port."""
         port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         supervising = self._supervise_front(name, serve, dispatcher, port)
         self._front_tasks.append(asyncio.ensure_future(supervising))
@@ -235,7 +235,7 @@ class ProcessTree:
                 status = await self._run_front(name, serve, dispatcher, on_listening)
                 ended = f"ended with {status}"
                 children.ended[name] += 1
-            # Any error is retried: otherwise nobody would ever serve the port again.
+            # Any error is retried: otherwise no process would serve the port again.
             except Exception as error:  # noqa: BLE001
                 ended = f"cannot start: {error}"
                 children.failed_starts[name] += 1

@@ -23,7 +23,7 @@ from convgrad_service.process import usable_cores
 
 __all__ = ["CpuBackend"]
 
-# A helper thread is woken before a launch is planned, for so many bytes of the given tensors each.
+# Before a launch is planned, one helper thread is woken for each of this many bytes of its inputs.
 HELPED_BYTES = 64 * 1024
 # Below both limits a problem finishes so fast that watching for cancellation does not pay.
 WATCHED_FLOPS, WATCHED_BYTES = 2_000_000_000, 64 * 1024 * 1024

@@ -82,7 +82,7 @@ class Workers:
         self._stop = weakref.finalize(self, team_function("stop", 1), ctypes.addressof(team))
 
     def wake(self, helpers: int) -> None:
-        """Wake up to so many helper threads for a launch that follows within 100 microseconds."""
+        """Wake at most ``helpers`` threads, for a launch that follows within 100 microseconds."""
         if (helpers := min(helpers, self.threads - 1)) > 0:
             self._wake(ctypes.addressof(self._team), helpers)
 

@@ -238,7 +238,7 @@ class Compiler:
             return wanted
 
     def _give_up(self, waited: Iterable[_Wanted]) -> None:
-        """Count one waiter less for each, and cancel those that nobody waits for."""
+        """Stop waiting for cubins, and cancel those for which no one else waits."""
         for wanted in waited:
             with self._lock:
                 wanted.waiting -= 1

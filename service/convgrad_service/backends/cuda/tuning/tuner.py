@@ -88,7 +88,7 @@ class Tuning:
 
 
 def tune(problem: Problem, device: CudaDevice, bench: Bench) -> Tuning:
-    """Time a gradient's configurations beside the one that is chosen at present.
+    """Time a gradient's configurations, and the one that is chosen at present.
 
     Raises
     ------
