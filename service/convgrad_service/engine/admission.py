@@ -1,7 +1,7 @@
 """When a request may be computed, and when it is ended early.
 
 `AdmissionGate` says whether there is room for one more, and `Limits` whether its problem is too
-large. A `Deadline`, or a client that leaves, ends a `CancelScope`.
+large. A `Deadline`, or a client that disconnects, ends a `CancelScope`.
 
 A refusal takes up to two milliseconds, with a body to drain, and a client that ignores Retry-After
 retries immediately: a few hundred of those would keep a process busy with refusals alone. So only a
