@@ -44,7 +44,7 @@ def explain(
         reference=reference_time(backend, subject),
         again=again(problem.name, json.loads(problem.asked)),
     )
-    words = json.dumps({"answer": found.model_dump(mode="json")})
+    words = json.dumps({"answer": found.json_values()})
     return Outcome({}, plan.kernel, 0.0, plan.pieces, plan.workspace_bytes, words=words)
 
 

@@ -91,7 +91,7 @@ def time_it(
             ),
             again=again(problem.name, json.loads(problem.asked)),
         )
-    said = {"answer": found.model_dump(mode="json")}
+    said = {"answer": found.json_values()}
     seconds = time.perf_counter() - began_s
     return Outcome({}, plan.kernel, seconds, 1, plan.workspace_bytes, words=json.dumps(said))
 

@@ -92,7 +92,7 @@ def verify(
         }
     )
     said = {
-        "answer": found.model_dump(mode="json"),
+        "answer": found.json_values(),
         "key": digest,
         "results": {name: _blocks(array) for name, array in judged.results.items()},
     }

@@ -119,7 +119,7 @@ class VerifyTransport(_ExaminationTransport):
                 seconds_ago=found[2],
                 first_difference=found[3],
             )
-            answer["outputs"][name]["bits"]["earlier"] = described.model_dump(mode="json")
+            answer["outputs"][name]["bits"]["earlier"] = described.json_values()
         await self.respond(_JSON_HEADERS, [dumps(answer)])
 
 

@@ -54,6 +54,13 @@ def test_a_body_becomes_arrays_and_parameters(
     assert request.tensors().keys() == {"grad_output", "weight"}
 
 
+@pytest.mark.parametrize("form", ["npy", "data", "values"])
+def test_a_response_of_null_has_the_form_of_the_first_tensor(form: Form) -> None:
+    tensor = encode_tensor(np.ones((1, 1, 1, 1), np.float32), form)
+    body = {"grad_output": tensor, "weight": tensor, "response": None}
+    assert decode_json_request(json.dumps(body).encode(), CONV)["response"] == form
+
+
 def test_no_array_refers_to_the_body() -> None:
     tensor = encode_tensor(np.ones((1, 1, 99, 99)), "npy")
     body = bytearray(json.dumps({"grad_output": tensor, "weight": tensor}).encode())
