@@ -129,7 +129,7 @@ def _document(app: FastAPI, settings: Settings) -> dict[str, Any]:
     schemas.update(named_schemas())
     for methods in document["paths"].values():
         for item in methods.values():
-            if "422" in item["responses"]:
+            if "422" in item["responses"] or "requestBody" in item:
                 # FastAPI assumes that routes with parameters answer 422.
                 item["responses"] = responses_of(item["responses"]["200"], _ERROR_STATUSES)
     for unused in ("HTTPValidationError", "ValidationError"):
