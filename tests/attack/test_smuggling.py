@@ -174,7 +174,7 @@ def lines() -> dict[str, tuple[int, bytes]]:
         "version 1.10": (400, POST.replace(b"1.1", b"1.10")),
         "version 01.1": (400, POST.replace(b"1.1", b"01.1")),
         "version 1": (400, POST.replace(b"1.1", b"1")),
-        "the preface of HTTP/2": (400, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + POST),
+        "the preface of HTTP/2": (505, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + POST),
     }
     headers = {
         "one that is unknown": (200, b"X: y"),

@@ -67,6 +67,40 @@ def test_tensors_are_named_everywhere(document: dict[str, Any]) -> None:
             assert f'"#/components/schemas/{kind}"' in json.dumps(properties[tensor]), tensor
 
 
+def test_a_tensor_has_one_form_even_to_lenient_readers(document: dict[str, Any]) -> None:
+    """Generated clients take a missing field for null, which an untyped field would allow."""
+    schemas = document["components"]["schemas"]
+    for kind in ("Tensor", "FloatTensor", "IndexTensor", "OutputTensor"):
+        for form in schemas[kind]["oneOf"]:
+            described = schemas[form["$ref"].rpartition("/")[2]]
+            assert all("type" in described["properties"][name] for name in described["required"])
+
+
+def test_generated_clients_have_names_and_answers(document: dict[str, Any]) -> None:
+    operations = [
+        operation
+        for item in document["paths"].values()
+        for method, operation in item.items()
+        if method != "parameters"
+    ]
+    names = [operation["operationId"] for operation in operations]
+    assert len(set(names)) == len(names)
+    assert {"server_ready", "model_metadata", "system_shared_memory_register"} <= set(names)
+    for operation in operations:
+        assert "__" not in operation["operationId"]
+        assert operation["responses"]["200"]["content"], operation["operationId"]
+
+
+def test_the_registration_of_a_region_is_described(document: dict[str, Any]) -> None:
+    def required(kind: str) -> list[str]:
+        post = document["paths"][f"/v2/{kind}sharedmemory/region/{{name}}/register"]["post"]
+        fields: list[str] = post["requestBody"]["content"][JSON]["schema"]["required"]
+        return fields
+
+    assert required("system") == ["key", "byte_size"]
+    assert required("cuda") == ["raw_handle", "device_id", "byte_size"]
+
+
 def test_stored_tensors_are_described(document: dict[str, Any]) -> None:
     assert document["paths"]["/tensors"].keys() == {"get"}
     assert {"put", "get", "delete"} <= document["paths"]["/tensors/{name}"].keys()

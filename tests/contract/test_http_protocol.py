@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import socket
 import ssl
 import sys
@@ -17,7 +18,7 @@ import pytest
 from convgrad import Client
 from tests.support.fake_backends import Zeros
 from tests.support.http_server import EXAMPLE, LiveServer, serving
-from tests.support.raw_http import FOR_A_LARGE_ANSWER
+from tests.support.raw_http import FOR_A_LARGE_ANSWER, read_all
 from tests.support.tls_files import TlsFiles
 from tests.support.tree_server import until
 
@@ -76,8 +77,56 @@ def test_a_head_is_refused_as_http_says(
         assert status == 200 or b'"status": %d' % status in answer
 
 
+GOOD = POST + b"Host: x\r\n" + BODY
+BEHIND = {
+    "rubbish": ([200, 400], GOOD + b"rubbish\r\n\r\n"),
+    "a body longer than its length": (
+        [400, 400],
+        GOOD.replace(b"h: ", b"h: 1\r\nX-Was: ") + b"\r\n",
+    ),
+    "a wrong Host": ([200, 400], GOOD + POST + b"Host: x y\r\n" + BODY),
+    "a head that is too long": ([200, 431], GOOD + b"GET /%s HTTP/1.1\r\n\r\n" % (b"a" * 20_000)),
+    "a wrong chunk": (
+        [200, 200, 400],
+        2 * GOOD + POST + b"Host: x\r\nTransfer-Encoding: chunked\r\n\r\nx\r\n" + GOOD,
+    ),
+    "too many": ([200] * 17 + [429], 40 * GOOD),
+}
+
+
+@pytest.mark.parametrize(("statuses", "sent"), BEHIND.values(), ids=BEHIND)
+def test_requests_before_one_that_is_refused_are_answered(
+    live: LiveServer, statuses: list[int], sent: bytes
+) -> None:
+    with live.connect() as connection:
+        connection.sendall(sent)
+        answers = read_all(connection)
+    assert [int(each) for each in re.findall(rb"HTTP/1.1 (\d+) ", answers)] == statuses
+
+
+def test_a_client_of_http_2_is_told_the_version(live: LiveServer) -> None:
+    with live.connect() as connection:
+        connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0")
+        answer = read_all(connection)
+    assert answer.startswith(b"HTTP/1.1 505 ")
+    assert b"expected HTTP/1.1" in answer
+
+
+def test_a_client_that_closes_its_half_is_told_that_it_counts_as_gone(live: LiveServer) -> None:
+    with live.connect() as connection:
+        connection.sendall(GOOD[:-1])
+        until(lambda: bool(live.server.server_state.connections))
+        connection.shutdown(socket.SHUT_WR)
+        answer = read_all(connection)
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert b"counts as gone" in answer
+
+
 def test_a_connection_that_fails_behind_an_unread_answer_is_ended() -> None:
-    with serving(Zeros(), log_level="error") as server, server.connect() as connection:
+    with (
+        serving(Zeros(), answer_idle_timeout_s=1.0, log_level="error") as server,
+        server.connect() as connection,
+    ):
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.sendall(FOR_A_LARGE_ANSWER)
         until(lambda: bool(server.server.server_state.connections))

@@ -113,6 +113,30 @@ def test_every_operation_verifies_its_own_result(http: httpx.Client, operation: 
     assert len({finding.output for finding in wrong.findings}) == len(results)
 
 
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_the_example_in_openapi_is_answered(http: httpx.Client, operation: str) -> None:
+    document = http.get("/openapi.json").json()
+    content = document["paths"][f"/verify/{operation}"]["post"]["requestBody"]["content"]
+    answer = http.post(f"/verify/{operation}", json=content[JSON]["example"])
+    assert answer.status_code == 200, answer.text
+    # Its results are zeros.
+    assert not Verification.model_validate(answer.json()).passed
+
+
+@pytest.mark.parametrize("wrong", ["NaN", "Infinity", "-Infinity"])
+def test_numbers_that_json_lacks_are_strings(http: httpx.Client, wrong: str) -> None:
+    one = {"values": [[[[1.0]]]], "dtype": "float32"}
+    result = {"values": [[[[wrong]]]], "dtype": "float32"}
+    body = {"input": one, "weight": one, "result_output": result}
+    answer = http.post("/verify/conv_fwd", json=body)
+    assert answer.status_code == 200, answer.text
+    worst = answer.json()["outputs"]["output"]["worst"]
+    assert (worst["value"], worst["share"]) == (wrong, "Infinity")
+    found = Verification.model_validate(answer.json()).outputs["output"].worst
+    assert found is not None
+    assert str(found.value) == str(float(wrong))
+
+
 def test_tensors_may_be_sent_drawn_or_stored(http: httpx.Client) -> None:
     tensors, parameters = drawn("conv_bwd_data", LAYER, seed=2)
     result = {

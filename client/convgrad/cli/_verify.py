@@ -110,7 +110,7 @@ def _verified(options: argparse.Namespace, client: convgrad.Client | None) -> in
             continue
         passed = passed and verification.passed
         if options.json:
-            answers.append({"name": name, **verification.model_dump(mode="json")})
+            answers.append({"name": name, **verification.json_values()})
         else:
             if options.kernel:
                 print(name)

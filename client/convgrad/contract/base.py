@@ -24,6 +24,12 @@ __all__ = ["Parameters", "Request", "is_tensor", "parse_field", "refuse_unknown"
 R = TypeVar("R", bound="Request")
 
 
+def _null_by_default(schema: dict[str, Any]) -> None:
+    """Let a JSON request have null, which says the same as nothing."""
+    choices = {key: schema.pop(key) for key in ("enum", "type")}
+    schema.update(anyOf=[choices, {"type": "null"}], default=None)
+
+
 class Parameters(BaseModel):
     """An object of a request: its fields are known by name, and no others are let in."""
 
@@ -52,15 +58,18 @@ class Request(Parameters):
         default="npy",
         description="Form of the tensors in a JSON answer; by default that of the first tensor in "
         "a JSON request, and npy elsewhere.",
+        json_schema_extra=_null_by_default,
     )
 
     stored: Names = Field(
         default_factory=dict,
+        json_schema_extra={"default": {}},
         description="Stored tensors to use, by field; in JSON "
         '{"stored": "name"} in place of a tensor says the same.',
     )
     store: Names = Field(
         default_factory=dict,
+        json_schema_extra={"default": {}},
         description="Outputs to store on the server instead of sending them, each with the name to "
         "store it under.",
     )

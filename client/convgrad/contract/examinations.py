@@ -72,7 +72,9 @@ Shapes = Annotated[
 Seed = Annotated[
     int,
     Parsed(
-        _seed, "an integer from 0 to 2^64 - 1", {"type": "integer", "minimum": 0, "maximum": 2**64}
+        _seed,
+        "an integer from 0 to 2^64 - 1",
+        {"type": "integer", "minimum": 0, "maximum": 2**64 - 1},
     ),
 ]
 
@@ -94,6 +96,7 @@ class _Examination(Request):
     )
     shapes: Shapes = Field(
         default_factory=dict,
+        json_schema_extra={"default": {}},
         description="Shapes of drawn tensors that the layer does not define.",
     )
     seed: Seed = Field(
@@ -122,6 +125,7 @@ class VerifyRequest(_Examination):
     )
     shared_memory: SharedTensors = Field(
         default_factory=dict,
+        json_schema_extra={"default": {}},
         description="Tensors in shared memory, by field name: a registered region, the dtype, the "
         "shape and the offset in bytes.",
     )

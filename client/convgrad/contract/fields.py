@@ -232,7 +232,8 @@ Padding = Annotated[
         {
             "oneOf": [
                 _INT,
-                {"type": "array", "items": {"oneOf": [_INT, _PAIR]}, "maxItems": _MAX_ITEMS},
+                _INTS,
+                {"type": "array", "items": _PAIR, "minItems": 1, "maxItems": _MAX_ITEMS},
             ]
         },
     ),

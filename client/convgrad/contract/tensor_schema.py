@@ -44,7 +44,12 @@ def tensor_json_schema(dtypes: Iterable[DType]) -> dict[str, Any]:
                 'Nested lists of numbers, for trying by hand; "NaN", "Infinity" and "-Infinity" '
                 "are written as strings.",
                 {
-                    "values": {"description": "Nested lists of numbers, all of one shape."},
+                    # Untyped, it could be null, and generated clients found it in all forms.
+                    "values": {
+                        "type": "array",
+                        "items": {},
+                        "description": "Nested lists of numbers, all of one shape.",
+                    },
                     "dtype": dtype,
                 },
                 required=["values", "dtype"],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from convgrad.contract.verification import Again, AnswerModel, Inputs
+from convgrad.contract.verification import Again, AnswerModel, Inputs, Real
 
 __all__ = [
     "Candidate",
@@ -93,7 +93,7 @@ class TimingReport(AnswerModel):
     p25_s: float
     p75_s: float
     p95_s: float
-    standard_error: float = Field(description="Standard error of the mean, relative to the mean.")
+    standard_error: Real = Field(description="Standard error of the mean, relative to the mean.")
     converged: bool = Field(description="Whether `standard_error` reached the requested value.")
     flops_per_s: float = Field(description="Nominal FLOPs over the median.")
     bytes_per_s: float = Field(description="Compulsory bytes over the median.")

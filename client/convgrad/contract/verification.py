@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field
+import json
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 __all__ = [
     "Adjointness",
@@ -19,6 +22,7 @@ __all__ = [
     "NonFinite",
     "Ours",
     "OutputVerification",
+    "Real",
     "ReferenceReport",
     "Ulps",
     "Verification",
@@ -34,15 +38,27 @@ class AnswerModel(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="ignore", ser_json_inf_nan="strings")
 
+    def json_values(self) -> dict[str, Any]:
+        """Return what this is in JSON; `model_dump` would leave NaN and infinities in it."""
+        values: dict[str, Any] = json.loads(self.model_dump_json())
+        return values
+
+
+_NON_FINITE = {"type": "string", "enum": ["NaN", "Infinity", "-Infinity"]}
+Real = Annotated[
+    float, WithJsonSchema({"anyOf": [{"type": "number"}, _NON_FINITE]}, mode="serialization")
+]
+"""A number of an answer that may be NaN or infinite."""
+
 
 class Element(AnswerModel):
     """One element of an output."""
 
     index: tuple[int, ...] = Field(description="Position in the output, in the request's layout.")
-    value: float = Field(description="The caller's value.")
-    reference: float = Field(description="The float64 reference.")
-    bound: float = Field(description="The largest error that rounding can cause.")
-    share: float = Field(description="Error divided by bound; above 1 the element is wrong.")
+    value: Real = Field(description="The caller's value.")
+    reference: Real = Field(description="The float64 reference.")
+    bound: Real = Field(description="The largest error that rounding can cause.")
+    share: Real = Field(description="Error divided by bound; above 1 the element is wrong.")
 
 
 class Histogram(AnswerModel):
@@ -105,7 +121,7 @@ class HeatMap(AnswerModel):
 
     axes: tuple[str, str] = Field(description="What the rows and columns are.")
     extents: tuple[int, int] = Field(description="Number of channels and of positions covered.")
-    values: tuple[tuple[float, ...], ...]
+    values: tuple[tuple[Real, ...], ...]
 
 
 class OutputVerification(AnswerModel):
@@ -138,9 +154,9 @@ class Adjointness(AnswerModel):
 
     applies: bool
     reason: str | None = Field(default=None, description="Why the check does not apply.")
-    left: float | None = Field(default=None, description="<result, z>.")
-    right: float | None = Field(default=None, description="The product by the adjoint operation.")
-    allowed: float | None = Field(
+    left: Real | None = Field(default=None, description="<result, z>.")
+    right: Real | None = Field(default=None, description="The product by the adjoint operation.")
+    allowed: Real | None = Field(
         default=None, description="Sum of the bounds of all elements: the allowed difference."
     )
     passed: bool | None = None
@@ -197,7 +213,7 @@ class Ours(AnswerModel):
     """This server's own result for the same problem."""
 
     kernel: str
-    worst_share: dict[str, float] = Field(
+    worst_share: dict[str, Real] = Field(
         description="By output, the largest error divided by its bound."
     )
     passed: bool

@@ -46,6 +46,8 @@ def loads(
 
     try:
         decoded = text if isinstance(text, str) else str(text, "utf-8")
+        # RFC 8259 lets a byte order mark be ignored; .NET and PowerShell write one.
+        decoded = decoded.removeprefix("\ufeff")
         return json.loads(decoded, object_pairs_hook=unique, parse_constant=no_constant)
     except UnicodeDecodeError as error:
         raise MalformedRequest(

@@ -454,13 +454,13 @@ export interface components {
             /**
              * Response
              * @description Form of the tensors in a JSON answer; by default that of the first tensor in a JSON request, and npy elsewhere.
-             * @default npy
-             * @enum {string}
+             * @default null
              */
-            response?: "npy" | "data" | "values";
+            response?: ("npy" | "data" | "values") | null;
             /**
              * Stored
              * @description Stored tensors to use, by field; in JSON {"stored": "name"} in place of a tensor says the same.
+             * @default {}
              */
             stored?: {
                 [key: string]: string;
@@ -468,6 +468,7 @@ export interface components {
             /**
              * Store
              * @description Outputs to store on the server instead of sending them, each with the name to store it under.
+             * @default {}
              */
             store?: {
                 [key: string]: string;
@@ -510,13 +511,13 @@ export interface components {
             /**
              * Response
              * @description Form of the tensors in a JSON answer; by default that of the first tensor in a JSON request, and npy elsewhere.
-             * @default npy
-             * @enum {string}
+             * @default null
              */
-            response?: "npy" | "data" | "values";
+            response?: ("npy" | "data" | "values") | null;
             /**
              * Stored
              * @description Stored tensors to use, by field; in JSON {"stored": "name"} in place of a tensor says the same.
+             * @default {}
              */
             stored?: {
                 [key: string]: string;
@@ -524,6 +525,7 @@ export interface components {
             /**
              * Store
              * @description Outputs to store on the server instead of sending them, each with the name to store it under.
+             * @default {}
              */
             store?: {
                 [key: string]: string;
@@ -567,13 +569,13 @@ export interface components {
             /**
              * Response
              * @description Form of the tensors in a JSON answer; by default that of the first tensor in a JSON request, and npy elsewhere.
-             * @default npy
-             * @enum {string}
+             * @default null
              */
-            response?: "npy" | "data" | "values";
+            response?: ("npy" | "data" | "values") | null;
             /**
              * Stored
              * @description Stored tensors to use, by field; in JSON {"stored": "name"} in place of a tensor says the same.
+             * @default {}
              */
             stored?: {
                 [key: string]: string;
@@ -581,6 +583,7 @@ export interface components {
             /**
              * Store
              * @description Outputs to store on the server instead of sending them, each with the name to store it under.
+             * @default {}
              */
             store?: {
                 [key: string]: string;
@@ -639,13 +642,13 @@ export interface components {
             /**
              * Response
              * @description Form of the tensors in a JSON answer; by default that of the first tensor in a JSON request, and npy elsewhere.
-             * @default npy
-             * @enum {string}
+             * @default null
              */
-            response?: "npy" | "data" | "values";
+            response?: ("npy" | "data" | "values") | null;
             /**
              * Stored
              * @description Stored tensors to use, by field; in JSON {"stored": "name"} in place of a tensor says the same.
+             * @default {}
              */
             stored?: {
                 [key: string]: string;
@@ -653,6 +656,7 @@ export interface components {
             /**
              * Store
              * @description Outputs to store on the server instead of sending them, each with the name to store it under.
+             * @default {}
              */
             store?: {
                 [key: string]: string;
@@ -708,13 +712,13 @@ export interface components {
             /**
              * Response
              * @description Form of the tensors in a JSON answer; by default that of the first tensor in a JSON request, and npy elsewhere.
-             * @default npy
-             * @enum {string}
+             * @default null
              */
-            response?: "npy" | "data" | "values";
+            response?: ("npy" | "data" | "values") | null;
             /**
              * Stored
              * @description Stored tensors to use, by field; in JSON {"stored": "name"} in place of a tensor says the same.
+             * @default {}
              */
             stored?: {
                 [key: string]: string;
@@ -722,6 +726,7 @@ export interface components {
             /**
              * Store
              * @description Outputs to store on the server instead of sending them, each with the name to store it under.
+             * @default {}
              */
             store?: {
                 [key: string]: string;
@@ -742,7 +747,7 @@ export interface components {
              * @description Zeros added around the input: one int, one per dimension, or a [before, after] pair per dimension.
              * @default 0
              */
-            padding?: number | (number | number[])[];
+            padding?: number | number[] | number[][];
             /**
              * Ceil Mode
              * @description Round the output size up, so that a last partial window counts.
@@ -801,13 +806,13 @@ export interface components {
             /**
              * Response
              * @description Form of the tensors in a JSON answer; by default that of the first tensor in a JSON request, and npy elsewhere.
-             * @default npy
-             * @enum {string}
+             * @default null
              */
-            response?: "npy" | "data" | "values";
+            response?: ("npy" | "data" | "values") | null;
             /**
              * Stored
              * @description Stored tensors to use, by field; in JSON {"stored": "name"} in place of a tensor says the same.
+             * @default {}
              */
             stored?: {
                 [key: string]: string;
@@ -815,6 +820,7 @@ export interface components {
             /**
              * Store
              * @description Outputs to store on the server instead of sending them, each with the name to store it under.
+             * @default {}
              */
             store?: {
                 [key: string]: string;
@@ -835,7 +841,7 @@ export interface components {
              * @description Zeros added around the input: one int, one per dimension, or a [before, after] pair per dimension.
              * @default 0
              */
-            padding?: number | (number | number[])[];
+            padding?: number | number[] | number[][];
             /**
              * Ceil Mode
              * @description Round the output size up, so that a last partial window counts.
@@ -890,13 +896,13 @@ export interface components {
             /**
              * Response
              * @description Form of the tensors in a JSON answer; by default that of the first tensor in a JSON request, and npy elsewhere.
-             * @default npy
-             * @enum {string}
+             * @default null
              */
-            response?: "npy" | "data" | "values";
+            response?: ("npy" | "data" | "values") | null;
             /**
              * Stored
              * @description Stored tensors to use, by field; in JSON {"stored": "name"} in place of a tensor says the same.
+             * @default {}
              */
             stored?: {
                 [key: string]: string;
@@ -904,6 +910,7 @@ export interface components {
             /**
              * Store
              * @description Outputs to store on the server instead of sending them, each with the name to store it under.
+             * @default {}
              */
             store?: {
                 [key: string]: string;
@@ -919,7 +926,7 @@ export interface components {
              * @description Zeros around the input: one int, one per dimension, or a [before, after] pair a dimension.
              * @default 0
              */
-            padding?: number | (number | number[])[];
+            padding?: number | number[] | number[][];
             /**
              * Dilation
              * @description Step between the taps of a window: one int or one per dimension.
@@ -1016,13 +1023,13 @@ export interface components {
             /**
              * Response
              * @description Form of the tensors in a JSON answer; by default that of the first tensor in a JSON request, and npy elsewhere.
-             * @default npy
-             * @enum {string}
+             * @default null
              */
-            response?: "npy" | "data" | "values";
+            response?: ("npy" | "data" | "values") | null;
             /**
              * Stored
              * @description Stored tensors to use, by field; in JSON {"stored": "name"} in place of a tensor says the same.
+             * @default {}
              */
             stored?: {
                 [key: string]: string;
@@ -1030,6 +1037,7 @@ export interface components {
             /**
              * Store
              * @description Outputs to store on the server instead of sending them, each with the name to store it under.
+             * @default {}
              */
             store?: {
                 [key: string]: string;
@@ -1045,7 +1053,7 @@ export interface components {
              * @description Zeros around the input: one int, one per dimension, or a [before, after] pair a dimension.
              * @default 0
              */
-            padding?: number | (number | number[])[];
+            padding?: number | number[] | number[][];
             /**
              * Dilation
              * @description Step between the taps of a window: one int or one per dimension.
@@ -1116,13 +1124,13 @@ export interface components {
             /**
              * Response
              * @description Form of the tensors in a JSON answer; by default that of the first tensor in a JSON request, and npy elsewhere.
-             * @default npy
-             * @enum {string}
+             * @default null
              */
-            response?: "npy" | "data" | "values";
+            response?: ("npy" | "data" | "values") | null;
             /**
              * Stored
              * @description Stored tensors to use, by field; in JSON {"stored": "name"} in place of a tensor says the same.
+             * @default {}
              */
             stored?: {
                 [key: string]: string;
@@ -1130,6 +1138,7 @@ export interface components {
             /**
              * Store
              * @description Outputs to store on the server instead of sending them, each with the name to store it under.
+             * @default {}
              */
             store?: {
                 [key: string]: string;
@@ -1145,7 +1154,7 @@ export interface components {
              * @description Zeros around the input: one int, one per dimension, or a [before, after] pair a dimension.
              * @default 0
              */
-            padding?: number | (number | number[])[];
+            padding?: number | number[] | number[][];
             /**
              * Dilation
              * @description Step between the taps of a window: one int or one per dimension.
@@ -1221,13 +1230,13 @@ export interface components {
             /**
              * Response
              * @description Form of the tensors in a JSON answer; by default that of the first tensor in a JSON request, and npy elsewhere.
-             * @default npy
-             * @enum {string}
+             * @default null
              */
-            response?: "npy" | "data" | "values";
+            response?: ("npy" | "data" | "values") | null;
             /**
              * Stored
              * @description Stored tensors to use, by field; in JSON {"stored": "name"} in place of a tensor says the same.
+             * @default {}
              */
             stored?: {
                 [key: string]: string;
@@ -1235,6 +1244,7 @@ export interface components {
             /**
              * Store
              * @description Outputs to store on the server instead of sending them, each with the name to store it under.
+             * @default {}
              */
             store?: {
                 [key: string]: string;
@@ -1250,7 +1260,7 @@ export interface components {
              * @description Zeros around the input: one int, one per dimension, or a [before, after] pair a dimension.
              * @default 0
              */
-            padding?: number | (number | number[])[];
+            padding?: number | number[] | number[][];
             /**
              * Dilation
              * @description Step between the taps of a window: one int or one per dimension.
@@ -1336,13 +1346,13 @@ export interface components {
             /**
              * Response
              * @description Form of the tensors in a JSON answer; by default that of the first tensor in a JSON request, and npy elsewhere.
-             * @default npy
-             * @enum {string}
+             * @default null
              */
-            response?: "npy" | "data" | "values";
+            response?: ("npy" | "data" | "values") | null;
             /**
              * Stored
              * @description Stored tensors to use, by field; in JSON {"stored": "name"} in place of a tensor says the same.
+             * @default {}
              */
             stored?: {
                 [key: string]: string;
@@ -1350,6 +1360,7 @@ export interface components {
             /**
              * Store
              * @description Outputs to store on the server instead of sending them, each with the name to store it under.
+             * @default {}
              */
             store?: {
                 [key: string]: string;
@@ -1365,7 +1376,7 @@ export interface components {
              * @description Zeros around the input: one int, one per dimension, or a [before, after] pair a dimension.
              * @default 0
              */
-            padding?: number | (number | number[])[];
+            padding?: number | number[] | number[][];
             /**
              * Dilation
              * @description Step between the taps of a window: one int or one per dimension.
@@ -1459,13 +1470,13 @@ export interface components {
             /**
              * Response
              * @description Form of the tensors in a JSON answer; by default that of the first tensor in a JSON request, and npy elsewhere.
-             * @default npy
-             * @enum {string}
+             * @default null
              */
-            response?: "npy" | "data" | "values";
+            response?: ("npy" | "data" | "values") | null;
             /**
              * Stored
              * @description Stored tensors to use, by field; in JSON {"stored": "name"} in place of a tensor says the same.
+             * @default {}
              */
             stored?: {
                 [key: string]: string;
@@ -1473,6 +1484,7 @@ export interface components {
             /**
              * Store
              * @description Outputs to store on the server instead of sending them, each with the name to store it under.
+             * @default {}
              */
             store?: {
                 [key: string]: string;
@@ -1488,7 +1500,7 @@ export interface components {
              * @description Zeros around the input: one int, one per dimension, or a [before, after] pair a dimension.
              * @default 0
              */
-            padding?: number | (number | number[])[];
+            padding?: number | number[] | number[][];
             /**
              * Dilation
              * @description Step between the taps of a window: one int or one per dimension.
@@ -1547,7 +1559,7 @@ export interface components {
              * @description Zeros around the input: one int, one per dimension, or a [before, after] pair a dimension.
              * @default 0
              */
-            padding?: number | (number | number[])[];
+            padding?: number | number[] | number[][];
             /**
              * Dilation
              * @description Step between the taps of a window.
@@ -1585,13 +1597,13 @@ export interface components {
             /**
              * Response
              * @description Form of the tensors in a JSON answer; by default that of the first tensor in a JSON request, and npy elsewhere.
-             * @default npy
-             * @enum {string}
+             * @default null
              */
-            response?: "npy" | "data" | "values";
+            response?: ("npy" | "data" | "values") | null;
             /**
              * Stored
              * @description Stored tensors to use, by field; in JSON {"stored": "name"} in place of a tensor says the same.
+             * @default {}
              */
             stored?: {
                 [key: string]: string;
@@ -1599,6 +1611,7 @@ export interface components {
             /**
              * Store
              * @description Outputs to store on the server instead of sending them, each with the name to store it under.
+             * @default {}
              */
             store?: {
                 [key: string]: string;
@@ -1614,7 +1627,7 @@ export interface components {
              * @description Zeros around the input: one int, one per dimension, or a [before, after] pair a dimension.
              * @default 0
              */
-            padding?: number | (number | number[])[];
+            padding?: number | number[] | number[][];
             /**
              * Dilation
              * @description Step between the taps of a window: one int or one per dimension.
@@ -1697,13 +1710,13 @@ export interface components {
             /**
              * Response
              * @description Form of the tensors in a JSON answer; by default that of the first tensor in a JSON request, and npy elsewhere.
-             * @default npy
-             * @enum {string}
+             * @default null
              */
-            response?: "npy" | "data" | "values";
+            response?: ("npy" | "data" | "values") | null;
             /**
              * Stored
              * @description Stored tensors to use, by field; in JSON {"stored": "name"} in place of a tensor says the same.
+             * @default {}
              */
             stored?: {
                 [key: string]: string;
@@ -1711,6 +1724,7 @@ export interface components {
             /**
              * Store
              * @description Outputs to store on the server instead of sending them, each with the name to store it under.
+             * @default {}
              */
             store?: {
                 [key: string]: string;
@@ -1726,7 +1740,7 @@ export interface components {
              * @description Zeros around the input: one int, one per dimension, or a [before, after] pair a dimension.
              * @default 0
              */
-            padding?: number | (number | number[])[];
+            padding?: number | number[] | number[][];
             /**
              * Dilation
              * @description Step between the taps of a window: one int or one per dimension.
@@ -1827,13 +1841,13 @@ export interface components {
             /**
              * Response
              * @description Form of the tensors in a JSON answer; by default that of the first tensor in a JSON request, and npy elsewhere.
-             * @default npy
-             * @enum {string}
+             * @default null
              */
-            response?: "npy" | "data" | "values";
+            response?: ("npy" | "data" | "values") | null;
             /**
              * Stored
              * @description Stored tensors to use, by field; in JSON {"stored": "name"} in place of a tensor says the same.
+             * @default {}
              */
             stored?: {
                 [key: string]: string;
@@ -1841,6 +1855,7 @@ export interface components {
             /**
              * Store
              * @description Outputs to store on the server instead of sending them, each with the name to store it under.
+             * @default {}
              */
             store?: {
                 [key: string]: string;
@@ -1856,7 +1871,7 @@ export interface components {
              * @description Zeros around the input: one int, one per dimension, or a [before, after] pair a dimension.
              * @default 0
              */
-            padding?: number | (number | number[])[];
+            padding?: number | number[] | number[][];
             /**
              * Dilation
              * @description Step between the taps of a window: one int or one per dimension.
@@ -1929,13 +1944,13 @@ export interface components {
             /**
              * Response
              * @description Form of the tensors in a JSON answer; by default that of the first tensor in a JSON request, and npy elsewhere.
-             * @default npy
-             * @enum {string}
+             * @default null
              */
-            response?: "npy" | "data" | "values";
+            response?: ("npy" | "data" | "values") | null;
             /**
              * Stored
              * @description Stored tensors to use, by field; in JSON {"stored": "name"} in place of a tensor says the same.
+             * @default {}
              */
             stored?: {
                 [key: string]: string;
@@ -1943,6 +1958,7 @@ export interface components {
             /**
              * Store
              * @description Outputs to store on the server instead of sending them, each with the name to store it under.
+             * @default {}
              */
             store?: {
                 [key: string]: string;
@@ -1958,7 +1974,7 @@ export interface components {
              * @description Zeros around the input: one int, one per dimension, or a [before, after] pair a dimension.
              * @default 0
              */
-            padding?: number | (number | number[])[];
+            padding?: number | number[] | number[][];
             /**
              * Dilation
              * @description Step between the taps of a window: one int or one per dimension.
@@ -2061,13 +2077,13 @@ export interface components {
             /**
              * Response
              * @description Form of the tensors in a JSON answer; by default that of the first tensor in a JSON request, and npy elsewhere.
-             * @default npy
-             * @enum {string}
+             * @default null
              */
-            response?: "npy" | "data" | "values";
+            response?: ("npy" | "data" | "values") | null;
             /**
              * Stored
              * @description Stored tensors to use, by field; in JSON {"stored": "name"} in place of a tensor says the same.
+             * @default {}
              */
             stored?: {
                 [key: string]: string;
@@ -2075,6 +2091,7 @@ export interface components {
             /**
              * Store
              * @description Outputs to store on the server instead of sending them, each with the name to store it under.
+             * @default {}
              */
             store?: {
                 [key: string]: string;
@@ -2176,13 +2193,13 @@ export interface components {
             /**
              * Response
              * @description Form of the tensors in a JSON answer; by default that of the first tensor in a JSON request, and npy elsewhere.
-             * @default npy
-             * @enum {string}
+             * @default null
              */
-            response?: "npy" | "data" | "values";
+            response?: ("npy" | "data" | "values") | null;
             /**
              * Stored
              * @description Stored tensors to use, by field; in JSON {"stored": "name"} in place of a tensor says the same.
+             * @default {}
              */
             stored?: {
                 [key: string]: string;
@@ -2190,6 +2207,7 @@ export interface components {
             /**
              * Store
              * @description Outputs to store on the server instead of sending them, each with the name to store it under.
+             * @default {}
              */
             store?: {
                 [key: string]: string;
@@ -2210,7 +2228,7 @@ export interface components {
              * @description Positions added around the input that never win: one int, one per dimension, or a [before, after] pair per dimension.
              * @default 0
              */
-            padding?: number | (number | number[])[];
+            padding?: number | number[] | number[][];
             /**
              * Dilation
              * @description Step between the elements of a window.
@@ -2276,13 +2294,13 @@ export interface components {
             /**
              * Response
              * @description Form of the tensors in a JSON answer; by default that of the first tensor in a JSON request, and npy elsewhere.
-             * @default npy
-             * @enum {string}
+             * @default null
              */
-            response?: "npy" | "data" | "values";
+            response?: ("npy" | "data" | "values") | null;
             /**
              * Stored
              * @description Stored tensors to use, by field; in JSON {"stored": "name"} in place of a tensor says the same.
+             * @default {}
              */
             stored?: {
                 [key: string]: string;
@@ -2290,6 +2308,7 @@ export interface components {
             /**
              * Store
              * @description Outputs to store on the server instead of sending them, each with the name to store it under.
+             * @default {}
              */
             store?: {
                 [key: string]: string;
@@ -2310,7 +2329,7 @@ export interface components {
              * @description Positions added around the input that never win: one int, one per dimension, or a [before, after] pair per dimension.
              * @default 0
              */
-            padding?: number | (number | number[])[];
+            padding?: number | number[] | number[][];
             /**
              * Dilation
              * @description Step between the elements of a window.
@@ -2370,13 +2389,13 @@ export interface components {
             /**
              * Response
              * @description Form of the tensors in a JSON answer; by default that of the first tensor in a JSON request, and npy elsewhere.
-             * @default npy
-             * @enum {string}
+             * @default null
              */
-            response?: "npy" | "data" | "values";
+            response?: ("npy" | "data" | "values") | null;
             /**
              * Stored
              * @description Stored tensors to use, by field; in JSON {"stored": "name"} in place of a tensor says the same.
+             * @default {}
              */
             stored?: {
                 [key: string]: string;
@@ -2384,6 +2403,7 @@ export interface components {
             /**
              * Store
              * @description Outputs to store on the server instead of sending them, each with the name to store it under.
+             * @default {}
              */
             store?: {
                 [key: string]: string;
@@ -2404,7 +2424,7 @@ export interface components {
              * @description Positions added around the input that never win: one int, one per dimension, or a [before, after] pair per dimension.
              * @default 0
              */
-            padding?: number | (number | number[])[];
+            padding?: number | number[] | number[][];
             /**
              * Dilation
              * @description Step between the elements of a window.
@@ -2470,13 +2490,13 @@ export interface components {
             /**
              * Response
              * @description Form of the tensors in a JSON answer; by default that of the first tensor in a JSON request, and npy elsewhere.
-             * @default npy
-             * @enum {string}
+             * @default null
              */
-            response?: "npy" | "data" | "values";
+            response?: ("npy" | "data" | "values") | null;
             /**
              * Stored
              * @description Stored tensors to use, by field; in JSON {"stored": "name"} in place of a tensor says the same.
+             * @default {}
              */
             stored?: {
                 [key: string]: string;
@@ -2484,6 +2504,7 @@ export interface components {
             /**
              * Store
              * @description Outputs to store on the server instead of sending them, each with the name to store it under.
+             * @default {}
              */
             store?: {
                 [key: string]: string;
@@ -2504,7 +2525,7 @@ export interface components {
              * @description Positions added around the input that never win: one int, one per dimension, or a [before, after] pair per dimension.
              * @default 0
              */
-            padding?: number | (number | number[])[];
+            padding?: number | number[] | number[][];
             /**
              * Dilation
              * @description Step between the elements of a window.
@@ -2564,13 +2585,13 @@ export interface components {
             /**
              * Response
              * @description Form of the tensors in a JSON answer; by default that of the first tensor in a JSON request, and npy elsewhere.
-             * @default npy
-             * @enum {string}
+             * @default null
              */
-            response?: "npy" | "data" | "values";
+            response?: ("npy" | "data" | "values") | null;
             /**
              * Stored
              * @description Stored tensors to use, by field; in JSON {"stored": "name"} in place of a tensor says the same.
+             * @default {}
              */
             stored?: {
                 [key: string]: string;
@@ -2578,6 +2599,7 @@ export interface components {
             /**
              * Store
              * @description Outputs to store on the server instead of sending them, each with the name to store it under.
+             * @default {}
              */
             store?: {
                 [key: string]: string;
@@ -2598,7 +2620,7 @@ export interface components {
              * @description Positions added around the input that never win: one int, one per dimension, or a [before, after] pair per dimension.
              * @default 0
              */
-            padding?: number | (number | number[])[];
+            padding?: number | number[] | number[][];
             /**
              * Dilation
              * @description Step between the elements of a window.
@@ -2664,13 +2686,13 @@ export interface components {
             /**
              * Response
              * @description Form of the tensors in a JSON answer; by default that of the first tensor in a JSON request, and npy elsewhere.
-             * @default npy
-             * @enum {string}
+             * @default null
              */
-            response?: "npy" | "data" | "values";
+            response?: ("npy" | "data" | "values") | null;
             /**
              * Stored
              * @description Stored tensors to use, by field; in JSON {"stored": "name"} in place of a tensor says the same.
+             * @default {}
              */
             stored?: {
                 [key: string]: string;
@@ -2678,6 +2700,7 @@ export interface components {
             /**
              * Store
              * @description Outputs to store on the server instead of sending them, each with the name to store it under.
+             * @default {}
              */
             store?: {
                 [key: string]: string;
@@ -2698,7 +2721,7 @@ export interface components {
              * @description Positions added around the input that never win: one int, one per dimension, or a [before, after] pair per dimension.
              * @default 0
              */
-            padding?: number | (number | number[])[];
+            padding?: number | number[] | number[][];
             /**
              * Dilation
              * @description Step between the elements of a window.
@@ -2758,13 +2781,13 @@ export interface components {
             /**
              * Response
              * @description Form of the tensors in a JSON answer; by default that of the first tensor in a JSON request, and npy elsewhere.
-             * @default npy
-             * @enum {string}
+             * @default null
              */
-            response?: "npy" | "data" | "values";
+            response?: ("npy" | "data" | "values") | null;
             /**
              * Stored
              * @description Stored tensors to use, by field; in JSON {"stored": "name"} in place of a tensor says the same.
+             * @default {}
              */
             stored?: {
                 [key: string]: string;
@@ -2772,6 +2795,7 @@ export interface components {
             /**
              * Store
              * @description Outputs to store on the server instead of sending them, each with the name to store it under.
+             * @default {}
              */
             store?: {
                 [key: string]: string;
@@ -2816,13 +2840,13 @@ export interface components {
             /**
              * Response
              * @description Form of the tensors in a JSON answer; by default that of the first tensor in a JSON request, and npy elsewhere.
-             * @default npy
-             * @enum {string}
+             * @default null
              */
-            response?: "npy" | "data" | "values";
+            response?: ("npy" | "data" | "values") | null;
             /**
              * Stored
              * @description Stored tensors to use, by field; in JSON {"stored": "name"} in place of a tensor says the same.
+             * @default {}
              */
             stored?: {
                 [key: string]: string;
@@ -2830,6 +2854,7 @@ export interface components {
             /**
              * Store
              * @description Outputs to store on the server instead of sending them, each with the name to store it under.
+             * @default {}
              */
             store?: {
                 [key: string]: string;
@@ -2968,7 +2993,7 @@ export interface components {
          */
         ValuesTensor: {
             /** @description Nested lists of numbers, all of one shape. */
-            values: unknown;
+            values: unknown[];
             /**
              * @description Element type of the tensor.
              * @enum {string}
@@ -3013,7 +3038,7 @@ export interface components {
          */
         ValuesFloatTensor: {
             /** @description Nested lists of numbers, all of one shape. */
-            values: unknown;
+            values: unknown[];
             /**
              * @description Element type of the tensor.
              * @enum {string}
@@ -3053,7 +3078,7 @@ export interface components {
          */
         ValuesIndexTensor: {
             /** @description Nested lists of numbers, all of one shape. */
-            values: unknown;
+            values: unknown[];
             /**
              * @description Element type of the tensor.
              * @enum {string}

@@ -45,7 +45,7 @@ def explain(
         reference=reference_time(backend, subject),
         again=again(problem.name, json.loads(problem.asked)),
     )
-    report = dumps(found.model_dump(mode="json"))
+    report = dumps(found.json_values())
     return Outcome({}, plan.kernel, 0.0, plan.pieces, plan.workspace_bytes, report_json=report)
 
 

@@ -92,7 +92,7 @@ def time_it(
             ),
             again=again(problem.name, json.loads(problem.asked)),
         )
-    report = dumps(found.model_dump(mode="json"))
+    report = dumps(found.json_values())
     seconds = time.perf_counter() - began_s
     return Outcome({}, plan.kernel, seconds, 1, plan.workspace_bytes, report_json=report)
 

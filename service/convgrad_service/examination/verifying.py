@@ -91,7 +91,7 @@ def verify(
     )
     kernel = "" if ours is None else ours.kernel
     seconds = time.perf_counter() - began_s
-    return Outcome({}, kernel, seconds, 1, 0, report_json=dumps(found.model_dump(mode="json")))
+    return Outcome({}, kernel, seconds, 1, 0, report_json=dumps(found.json_values()))
 
 
 def refuse_if(cancelled: threading.Event | None) -> Callable[[], None]:

@@ -18,7 +18,7 @@ from typing import Any
 
 from fastapi import APIRouter, FastAPI
 from fastapi.openapi.docs import get_swagger_ui_html
-from fastapi.responses import HTMLResponse, RedirectResponse
+from fastapi.responses import HTMLResponse, PlainTextResponse, RedirectResponse
 from fastapi.staticfiles import StaticFiles
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -108,6 +108,7 @@ def app_on(
         docs_url=None,  # ours, from local files; see add_docs
         redoc_url=None,
         redirect_slashes=False,  # a redirected POST sends its tensors twice
+        generate_unique_id_function=lambda route: route.name,
     )
     app.state.pipeline = pipeline
     endpoints: dict[str, ASGIApp] = {}
@@ -287,17 +288,17 @@ def health_router(pipeline: Pipeline) -> APIRouter:
     router = APIRouter(tags=["health"])
 
     @router.get("/v2/health/live", summary="Whether the process responds.", responses=_NOT_LIVE)
-    async def live() -> JSONResponse:
+    async def server_live() -> JSONResponse:
         pipeline.require_live()
         return JSONResponse({"live": True})
 
     @router.get("/v2/health/ready", summary="Whether requests are accepted.", responses=_NOT_READY)
-    async def ready() -> JSONResponse:
+    async def server_ready() -> JSONResponse:
         pipeline.require_ready()
         return JSONResponse({"ready": True})
 
-    @router.get("/metrics", summary="Metrics for Prometheus.", response_class=Response)
-    async def prometheus() -> Response:
+    @router.get("/metrics", summary="Metrics for Prometheus.", response_class=PlainTextResponse)
+    async def metrics() -> Response:
         return Response(await call_hub(pipeline.engine, Hub.exposition), media_type=_PROMETHEUS)
 
     return router

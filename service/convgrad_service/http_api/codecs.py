@@ -250,7 +250,7 @@ def decode_json(
         for name in operation.tensors
         if isinstance(value := fields.get(name), dict) and "stored" in value
     }
-    if "response" not in fields:
+    if fields.get("response") is None:
         # The form of the first tensor that is not stored.
         given = (fields.get(name) for name in operation.tensors)
         forms = (form for each in given if isinstance(each, dict) for form in FORMS & each.keys())

@@ -130,7 +130,9 @@ def split_form(view: memoryview, boundary: str) -> dict[str, FormField]:
     for part in splitter.parts:
         name = part.name()
         if name in fields:
-            raise MalformedRequest(f"the form has the field {shown(name)} twice")
+            raise MalformedRequest(
+                f"the form has the field {shown(name)} twice; a list is one field, such as [1, 1]"
+            )
         fields[name] = part
     return fields
 

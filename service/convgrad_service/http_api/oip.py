@@ -31,6 +31,7 @@ from convgrad_service.engine.shm.registry import RegionInfo, RegionPart
 from convgrad_service.engine.telemetry.record import RequestMetrics
 from convgrad_service.http_api.body import Body, small_body
 from convgrad_service.http_api.middleware import Endpoints, context_of
+from convgrad_service.http_api.openapi_parts import json_body
 from convgrad_service.http_api.problem_details import Headers
 from convgrad_service.http_api.transport import Chunk, Content, Endpoint, HttpTransport
 from convgrad_service.oip.fields import (
@@ -69,6 +70,20 @@ _ID = re.compile(rb'\{"id":"([!#-\[\]-~ ]{0,256})",')
 _MODEL = "/v2/models/{model}"
 _VERSION = "/v2/models/{model}/versions/{version}"
 _MAX_BODY_BYTES = 4096
+_SIZE = {"type": "integer", "minimum": 0}
+# The fields of a region's registration, as JSON Schema.
+_REGIONS: Mapping[Kind, dict[str, Any]] = {
+    "system": {"key": {"type": "string"}, "byte_size": _SIZE, "offset": {**_SIZE, "default": 0}},
+    "cuda": {
+        "raw_handle": {
+            "type": "object",
+            "properties": {"b64": {"type": "string", "contentEncoding": "base64"}},
+            "required": ["b64"],
+        },
+        "device_id": _SIZE,
+        "byte_size": _SIZE,
+    },
+}
 
 
 class InferTransport(HttpTransport):
@@ -221,7 +236,7 @@ class _ByModel:
 def _add_descriptions(
     router: APIRouter, pipeline: Pipeline, shared_memory: SharedMemory, settings: Settings
 ) -> None:
-    @router.get("/v2", summary="The server's name, version and extensions.")
+    @router.get("/v2", name="server_metadata", summary="The server's name, version and extensions.")
     async def server() -> JSONResponse:
         return JSONResponse(server_metadata(shared_memory.extensions))
 
@@ -233,12 +248,12 @@ def _add_descriptions(
         )
 
     @router.get(_VERSION, include_in_schema=False)
-    @router.get(_MODEL, summary="A model's inputs and outputs.")
+    @router.get(_MODEL, name="model_metadata", summary="A model's inputs and outputs.")
     async def metadata(model: str, version: str = "") -> JSONResponse:
         return JSONResponse(model_metadata(operation_named(model, version).name))
 
     @router.get(f"{_VERSION}/ready", include_in_schema=False)
-    @router.get(f"{_MODEL}/ready", summary="Whether a model accepts requests.")
+    @router.get(f"{_MODEL}/ready", name="model_ready", summary="Whether a model accepts requests.")
     async def ready(model: str, version: str = "") -> JSONResponse:
         if model != settings.service_name:
             operation_named(model, version)
@@ -246,18 +261,27 @@ def _add_descriptions(
         return JSONResponse({"name": model, "ready": True})
 
     @router.get(f"{_VERSION}/config", include_in_schema=False)
-    @router.get(f"{_MODEL}/config", summary="A model's configuration, in Triton's format.")
+    @router.get(
+        f"{_MODEL}/config",
+        name="model_config",
+        summary="A model's configuration, in Triton's format.",
+    )
     async def config(model: str, version: str = "") -> JSONResponse:
         return JSONResponse(model_config(operation_named(model, version).name))
 
     @router.get(f"{_VERSION}/stats", include_in_schema=False)
-    @router.get(f"{_MODEL}/stats", summary="Statistics of one model.")
+    @router.get(f"{_MODEL}/stats", name="model_statistics", summary="Statistics of one model.")
     async def statistics(model: str, version: str = "") -> JSONResponse:
         operation = operation_named(model, version)
         counts = await call_hub(pipeline.engine, RequestMetrics.statistics)
         return JSONResponse(model_statistics(counts, [operation.name]))
 
-    @router.post("/v2/repository/index", summary="All models, and whether they accept requests.")
+    @router.post(
+        "/v2/repository/index",
+        name="repository_index",
+        summary="All models, and whether they accept requests.",
+        openapi_extra=json_body({"ready": {"type": "boolean", "default": False}}),
+    )
     async def index(request: Request) -> JSONResponse:
         only_ready = _only_ready(
             await small_body(request, context_of(request.scope), settings, _MAX_BODY_BYTES)
@@ -285,13 +309,23 @@ def _add_regions(
     router: APIRouter, path: str, kind: Kind, memory: SharedMemory, settings: Settings
 ) -> None:
     region = f"{path}/region/{{name}}"
+    named = f"{kind}_shared_memory_{{}}"
 
-    @router.get(f"{path}/status", summary=f"The regions of {kind} shared memory.")
+    @router.get(
+        f"{path}/status",
+        name=named.format("status"),
+        summary=f"The regions of {kind} shared memory.",
+    )
     @router.get(f"{region}/status", include_in_schema=False)
     async def status(request: Request, name: str = "") -> JSONResponse:
         return JSONResponse(await memory.status(context_of(request.scope).owner, kind, name))
 
-    @router.post(f"{region}/register", summary=f"Register a region of {kind} shared memory.")
+    @router.post(
+        f"{region}/register",
+        name=named.format("register"),
+        summary=f"Register a region of {kind} shared memory.",
+        openapi_extra=json_body(_REGIONS[kind]),
+    )
     async def register(name: str, request: Request) -> JSONResponse:
         context = context_of(request.scope)
         body = await small_body(request, context, settings, _MAX_BODY_BYTES)
@@ -299,7 +333,11 @@ def _add_regions(
         await memory.register(context.owner, info)
         return JSONResponse({})
 
-    @router.post(f"{path}/unregister", summary=f"Drop all regions of {kind} shared memory.")
+    @router.post(
+        f"{path}/unregister",
+        name=named.format("unregister"),
+        summary=f"Drop all regions of {kind} shared memory.",
+    )
     @router.post(f"{region}/unregister", include_in_schema=False)
     async def unregister(request: Request, name: str = "") -> JSONResponse:
         await memory.unregister(context_of(request.scope).owner, kind, name)

@@ -10,15 +10,17 @@ from collections.abc import Iterable, Mapping
 from inspect import cleandoc
 from typing import Any
 
+import numpy as np
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from convgrad.contract import OPERATIONS, Operation, Report
-from convgrad.contract.examinations import PLANS, TIMINGS, VERIFICATIONS
+from convgrad.contract import OPERATIONS, Operation, Report, validate
+from convgrad.contract.examinations import PLANS, TIMINGS, VERIFICATIONS, operation_examined
 from convgrad.contract.timing import PlanExplained, TimedPlan
 from convgrad.contract.verification import Verification
+from convgrad.wire.json_tensors import decode_tensor, encode_tensor
 from convgrad_service.http_api.codecs import JSON, REPORT_HEADER, REQUEST_FORMATS, SAFETENSORS
 from convgrad_service.http_api.examinations import EVENT_STREAM
 from convgrad_service.http_api.middleware import needs_no_key
@@ -40,6 +42,7 @@ from convgrad_service.http_api.openapi_parts import (
     responses_of,
     with_named_tensors,
 )
+from convgrad_service.problems import problem_from
 from convgrad_service.server.settings import Settings
 
 _DESCRIPTION = """\
@@ -126,7 +129,7 @@ def _document(app: FastAPI, settings: Settings) -> dict[str, Any]:
     schemas.update(named_schemas())
     for methods in document["paths"].values():
         for item in methods.values():
-            if "422" in item["responses"]:
+            if "422" in item["responses"] or "requestBody" in item:
                 # FastAPI assumes that routes with parameters answer 422.
                 item["responses"] = responses_of(item["responses"]["200"], _ERROR_STATUSES)
     for unused in ("HTTPValidationError", "ValidationError"):
@@ -191,7 +194,11 @@ def _infer(settings: Settings) -> dict[str, Any]:
         "open inference protocol",
         "infer",
         "Compute an operation by the Open Inference Protocol v2.",
-        {"description": "The outputs, in JSON or behind it.", "headers": ANSWER_HEADERS},
+        {
+            "description": "The outputs, in JSON or behind it.",
+            "headers": ANSWER_HEADERS,
+            "content": {JSON: {"schema": {"type": "object"}}, "application/octet-stream": BINARY},
+        },
         _ERROR_STATUSES,
         description="JSON, or JSON followed by the tensors' bytes (Triton's binary data "
         "extension): then `Inference-Header-Content-Length` is the length of the JSON. "
@@ -232,9 +239,8 @@ def _examination(operation: Operation, statuses: Iterable[int], **more: Any) -> 
 
 def _examined(operation: Operation) -> dict[str, Any]:
     """Describe ``POST /verify/<operation>``, which has tensors, or ``POST /time/<operation>``."""
-    content: dict[str, Any] = {
-        JSON: {"schema": ref(operation.request), "example": operation.example}
-    }
+    example = _with_results(operation) if operation.tensors else operation.example
+    content: dict[str, Any] = {JSON: {"schema": ref(operation.request), "example": example}}
     if operation.tensors:
         content[SAFETENSORS] = BINARY
     body = {"required": True, "content": content}
@@ -246,6 +252,22 @@ def _examined(operation: Operation) -> dict[str, Any]:
             "content": {EVENT_STREAM: {"schema": {"type": "string"}}},
         }
     return found
+
+
+def _with_results(operation: Operation) -> dict[str, Any]:
+    """Return an example of a verification: the operation's, with zeros as the caller's results."""
+    computed = operation_examined(operation.name)
+    example = {name: value for name, value in computed.example.items() if name != "response"}
+    arrays = {
+        name: decode_tensor(example[name], name=name)
+        for name in computed.tensors
+        if name in example
+    }
+    problem = problem_from(computed.name, validate(computed.request, {**example, **arrays}))
+    for name, spec in problem.outputs.items():
+        zeros = np.zeros(spec.shape, spec.dtype.numpy)
+        example[f"result_{name}"] = encode_tensor(zeros, "values")
+    return example
 
 
 def _planned(operation: Operation) -> dict[str, Any]:

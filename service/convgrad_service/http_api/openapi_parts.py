@@ -96,6 +96,14 @@ def form_schema(operation: Operation) -> dict[str, Any]:
     }
 
 
+def json_body(properties: Mapping[str, Any]) -> dict[str, Any]:
+    """Describe a JSON body for ``openapi_extra``; fields with a default are optional."""
+    required = [name for name, each in properties.items() if "default" not in each]
+    schema = {"type": "object", "properties": properties, "required": required}
+    content = {"application/json": {"schema": schema}}
+    return {"requestBody": {"required": bool(required), "content": content}}
+
+
 def answer_schema(operation: Operation) -> dict[str, Any]:
     """Describe an operation's answer in JSON."""
     properties = {name: {"$ref": REF.format("OutputTensor")} for name in operation.outputs}

@@ -21,16 +21,21 @@ MEDIA_TYPE = "application/problem+json"
 Headers = list[tuple[bytes, bytes]]
 
 
-def problem_details(
-    error: ServiceError, request_id: str, status: int | None = None
-) -> tuple[int, Headers, bytes]:
+class HeadRefused(MalformedRequest):
+    """A head that must be refused with a given status."""
+
+    def __init__(self, status: int, detail: str) -> None:
+        super().__init__(detail)
+        self.status = status
+
+
+def problem_details(error: ServiceError, request_id: str) -> tuple[int, Headers, bytes]:
     """Return status, headers and body of an error answer.
 
-    The status is that of the error table unless given. The body's field ``error`` repeats
-    ``detail`` for clients of the Open Inference Protocol.
+    The body's field ``error`` repeats ``detail`` for clients of the Open Inference Protocol.
     """
     row = error.row
-    status = row.http_status if status is None else status
+    status = error.status if isinstance(error, HeadRefused) else row.http_status
     body: dict[str, Any] = {
         "type": f"urn:convgrad:error:{row.code}",
         "title": row.title,

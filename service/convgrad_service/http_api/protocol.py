@@ -26,17 +26,14 @@ from convgrad.errors import MalformedRequest, Overloaded, RequestTimeout, Servic
 from convgrad.wire.sentences import shown
 from convgrad_service.engine.options import MAX_TRANSFER_S
 from convgrad_service.http_api.body import CONNECTION, Connection
-from convgrad_service.http_api.problem_details import problem_details
+from convgrad_service.http_api.problem_details import HeadRefused, problem_details
 from convgrad_service.http_api.receive_into import Forwarding
 from convgrad_service.server.settings import Settings
 
 # A body of more parts than this is refused if they are smaller than this on average: it would take
 # a call of the parser for every byte or two.
 _MANY_PARTS, _SMALL_PART_BYTES = 4096, 64
-# Limit of pipelined requests.
-_MAX_SENT_AHEAD = 16
-
-
+_MAX_PIPELINED = 16
 # Longer parts of an answer are not copied.
 _JOINED_BYTES = 64 * 1024
 _INTERIM = b"HTTP/1.1 1"  # 100 Continue: nothing follows until the client sends its body
@@ -47,18 +44,18 @@ class GuardedProtocol(HttpToolsProtocol):
     """One connection. ``settings`` is set by `guarded_protocol`."""
 
     settings: ClassVar[Settings]
-
     _head_timer: TimerHandle | None = None
     _write_timer: TimerHandle | None = None
     _in_head = True
     _read_bytes = 0
     """Bytes that were read of the head, or after it, with what frames the body."""
     _refusal: ServiceError | None = None
+    _refused: ServiceError | None = None
+    """The answer to an unparsable request, due after those before it."""
     _slow: tuple[RequestResponseCycle, int, float] | None = None
     """A paused answer, the bytes that were left of it, and when."""
     _unsent: tuple[int, float] | None = None
     """While closing: the bytes left to send, and the time since which there are that many."""
-
     _reader: asyncio.BaseProtocol
     """The object that passes received data on to this protocol."""
     _repeating_head = False
@@ -73,12 +70,8 @@ class GuardedProtocol(HttpToolsProtocol):
         # TLS reads records of 16 KiB anyway.
         self._reader = self if self.scheme == "https" else ReadInParts(self)
         if len(self.connections) > self.settings.max_connections:
-            self._close_with(
-                Overloaded(
-                    f"{self.settings.max_connections} connections are open, the maximum",
-                    retry_after_s=1.0,
-                )
-            )
+            what = f"{self.settings.max_connections} connections are open, the maximum"
+            self._close_with(Overloaded(what, retry_after_s=1.0))
         else:
             self._expect_rest_of_head()
         transport.set_protocol(self._reader)
@@ -93,10 +86,10 @@ class GuardedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self.transport.is_closing():
+        if self.transport.is_closing() or self._refused is not None:
             return  # pipelined after a refused request
-        # Before parsing: the parser concatenates an endless header or trailer piece by piece. The
-        # framing of chunks of a fair size is far smaller than their contents.
+        # Before parsing: the parser concatenates an endless header piece by piece. The framing of
+        # chunks of a fair size is far smaller than their contents.
         most = self.settings.max_header_bytes + (0 if self._in_head else 2 * self.parts_bytes)
         if self._read_bytes > most:
             self._refusal = self._too_large()
@@ -117,8 +110,9 @@ class GuardedProtocol(HttpToolsProtocol):
                     left = left[upgrade.args[0] :]
                     self._ignore_upgrade()
         except httptools.HttpParserError as error:
-            if str(error) == "Invalid HTTP version":
-                self._refusal = HeadRefused(505, "the version of HTTP is unknown; expected 1.1")
+            if str(error) in ("Invalid HTTP version", "Pause on PRI/Upgrade"):  # PRI: of HTTP/2
+                detail = "expected HTTP/1.1; only gRPC uses HTTP/2, on a port of its own"
+                self._refusal = HeadRefused(505, detail)
             self.send_400_response(f"this is not a valid HTTP/1.1 request: {error}")
         self._expect_rest_of_head()
 
@@ -129,8 +123,7 @@ class GuardedProtocol(HttpToolsProtocol):
         every request, so a new parser takes over for the body.
         """
         names = (b"content-length", b"transfer-encoding")
-        headers = self.scope["headers"]
-        framing = [b"%s: %s\r\n" % header for header in headers if header[0] in names]
+        framing = [b"%s: %s\r\n" % each for each in self.scope["headers"] if each[0] in names]
         self.parser = httptools.HttpRequestParser(self)
         self._repeating_head = True
         self.parser.feed_data(b"POST / HTTP/1.1\r\n" + b"".join(framing) + b"\r\n")
@@ -156,11 +149,12 @@ class GuardedProtocol(HttpToolsProtocol):
         except HeadRefused as error:
             self._refusal = error
             raise
-        # Extensions of ASGI; see `Connection`.
         exchange = cast(dict[str, Any], self.scope)[CONNECTION] = Connection(self)
-        if len(self.pipeline) >= _MAX_SENT_AHEAD:
+        if len(self.pipeline) >= _MAX_PIPELINED:
             # One read may hold ten thousand tiny requests, all of which would be prepared here.
-            raise ValueError("too many requests sent ahead")
+            detail = f"{_MAX_PIPELINED} requests wait on this connection, the maximum"
+            self._refusal = Overloaded(detail, retry_after_s=1.0)
+            raise self._refusal
         if version == "1.0":
             self.expect_100_continue = False  # which RFC 9110, 10.1.1, requires
         super().on_headers_complete()
@@ -244,16 +238,34 @@ class GuardedProtocol(HttpToolsProtocol):
             self.transport.abort()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer an unparsable request with ``_refusal``, or with a 400 that says ``msg``."""
+        """Answer an unparsable request with ``_refusal``, or with a 400 that says ``msg``.
+
+        Answers to requests before it are sent first, if there are any.
+        """
         cycle: RequestResponseCycle | None = self.cycle  # None before the first request
-        if cycle is not None and cycle.response_started and not cycle.response_complete:
-            # The answer cannot be completed, and closing would wait until it is read.
-            self.transport.abort()
-        elif self.pipeline:
-            # Other answers are due first, and this one would be taken for one of them.
-            self.transport.close()
+        refusal = self._refusal or MalformedRequest(msg)
+        if cycle is None or cycle.response_complete:
+            self._close_with(refusal)
+        elif self.pipeline or not cycle.more_body:
+            if cycle.more_body:
+                self.pipeline.popleft()  # whose body is what cannot be parsed
+            self._refused = refusal
+        elif cycle.response_started:
+            self.transport.abort()  # the answer cannot be completed; closing would wait for readers
         else:
-            self._close_with(self._refusal or MalformedRequest(msg))
+            self._close_with(refusal)
+
+    def on_response_complete(self) -> None:
+        if self._refused is not None and not self.pipeline and not self.transport.is_closing():
+            self._close_with(self._refused)
+        super().on_response_complete()
+
+    def eof_received(self) -> None:
+        cycle: RequestResponseCycle | None = self.cycle
+        if cycle is None or cycle.response_started or self.pipeline or self.transport.is_closing():
+            return
+        what = "the client closed its half of the connection before the answer, and counts as gone"
+        self._close_with(MalformedRequest(what))
 
     def _expect_rest_of_head(self) -> None:
         """Limit the time until the head is complete, unless it came in one read, as most do."""
@@ -285,16 +297,12 @@ class GuardedProtocol(HttpToolsProtocol):
             # A pipelined request, whose head is not read while the previous one is answered.
             self._head_timer = self.loop.call_later(self.settings.header_timeout_s, self._head_late)
         else:
-            self._close_with(
-                RequestTimeout(
-                    "the request line and headers were not complete after "
-                    f"{self.settings.header_timeout_s:g} s"
-                )
-            )
+            timeout_s = self.settings.header_timeout_s
+            detail = f"the request line and headers were not complete after {timeout_s:g} s"
+            self._close_with(RequestTimeout(detail))
 
     def _close_with(self, error: ServiceError) -> None:
-        status = error.status if isinstance(error, HeadRefused) else None
-        status, headers, body = problem_details(error, request_id := uuid.uuid4().hex, status)
+        status, headers, body = problem_details(error, request_id := uuid.uuid4().hex)
         headers += [
             (b"x-request-id", request_id.encode()),
             (b"server-timing", b"total;dur=0"),
@@ -364,14 +372,6 @@ class CoalescedWriter:
     def is_closing(self) -> bool:
         """See `asyncio.BaseTransport`."""
         return self._transport.is_closing()
-
-
-class HeadRefused(MalformedRequest):
-    """A head that must be refused with a given status."""
-
-    def __init__(self, status: int, detail: str) -> None:
-        super().__init__(detail)
-        self.status = status
 
 
 def check_head(version: str, headers: Sequence[tuple[bytes, bytes]]) -> None:

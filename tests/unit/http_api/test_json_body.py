@@ -54,6 +54,21 @@ def test_a_body_becomes_arrays_and_parameters(
     assert request.tensors().keys() == {"grad_output", "weight"}
 
 
+@pytest.mark.parametrize("extent", [2, 90])
+def test_a_byte_order_mark_is_ignored(extent: int) -> None:
+    tensor = encode_tensor(np.ones((1, 3, extent, extent), np.float32), "data")
+    body = json.dumps({"grad_output": tensor, "weight": tensor}).encode("utf-8-sig")
+    assert decode_json_request(body, CONV)["weight"].shape == (1, 3, extent, extent)
+    assert "the body is not UTF-8" in refusal(body.decode("utf-8-sig").encode("utf-16"))
+
+
+@pytest.mark.parametrize("form", ["npy", "data", "values"])
+def test_a_response_of_null_has_the_form_of_the_first_tensor(form: Form) -> None:
+    tensor = encode_tensor(np.ones((1, 1, 1, 1), np.float32), form)
+    body = {"grad_output": tensor, "weight": tensor, "response": None}
+    assert decode_json_request(json.dumps(body).encode(), CONV)["response"] == form
+
+
 def test_no_array_refers_to_the_body() -> None:
     tensor = encode_tensor(np.ones((1, 1, 99, 99)), "npy")
     body = bytearray(json.dumps({"grad_output": tensor, "weight": tensor}).encode())
