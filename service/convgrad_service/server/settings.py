@@ -34,7 +34,9 @@ _KiB, _MiB, _GiB = 2**10, 2**20, 2**30
 # Positive, because a limit of zero would refuse every request.
 _Bytes = Annotated[ByteSize, Field(gt=0, json_schema_extra={"unit": "bytes"})]
 _Number = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-_Seconds = Annotated[_Number, Field(json_schema_extra={"unit": "s"})]
+# 23 days: grpcio and poll() count milliseconds in 32 bits.
+_LONGEST_S = 2_000_000
+_Seconds = Annotated[_Number, Field(le=_LONGEST_S, json_schema_extra={"unit": "s"})]
 _Flops = Annotated[_Number, Field(json_schema_extra={"unit": "FLOP"})]
 _Count = Annotated[int, Field(gt=0, json_schema_extra={"unit": "count"})]
 # All are started at once: a slip of the keyboard must not exhaust the machine.
@@ -326,15 +328,17 @@ class Settings(BaseSettings):
     max_connections: _Count = Field(
         default=512, description="Maximum number of open connections per HTTP process."
     )
-    keep_alive_s: _Count = Field(
+    keep_alive_s: int = Field(
         default=75,
+        gt=0,
+        le=_LONGEST_S,
         json_schema_extra={"unit": "s"},
         description="How long an idle connection is kept open.",
     )
     drain_s: float = Field(
         default=0.0,
         ge=0,
-        allow_inf_nan=False,
+        le=_LONGEST_S,
         json_schema_extra={"unit": "s"},
         description="How long the server keeps accepting requests after SIGINT or SIGTERM while it "
         "reports not ready, so that load balancers stop sending requests first. Choose it longer "
