@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -41,3 +42,14 @@ def valid_otlp_endpoint(url: str) -> str:
     if not installed:
         raise ValueError("tracing needs convgrad[otel], which is not installed")
     return url
+
+
+def valid_origins(origins: str) -> str:
+    """Return comma-separated origins, as browsers send them in the header Origin."""
+    for origin in filter(None, map(str.strip, origins.split(","))):
+        if not re.fullmatch(r"\*|null|[a-z][a-z0-9+.-]*://[^/\sA-Z]+", origin):
+            raise ValueError(
+                f"{origin!r} is no origin; expected scheme://host or scheme://host:port, in lower "
+                "case and without a path, or *"
+            )
+    return origins

@@ -18,6 +18,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from convgrad_service.engine.scheduling.quotas import KeyLimits
 from convgrad_service.server.setting_values import (
     valid_key_file,
+    valid_origins,
     valid_otlp_endpoint,
     valid_tuning_table,
     valid_warm_up_file,
@@ -33,9 +34,14 @@ _KiB, _MiB, _GiB = 2**10, 2**20, 2**30
 # Positive, because a limit of zero would refuse every request.
 _Bytes = Annotated[ByteSize, Field(gt=0, json_schema_extra={"unit": "bytes"})]
 _Number = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-_Seconds = Annotated[_Number, Field(json_schema_extra={"unit": "s"})]
+# 23 days: grpcio and poll() count milliseconds in 32 bits.
+_LONGEST_S = 2_000_000
+_Seconds = Annotated[_Number, Field(le=_LONGEST_S, json_schema_extra={"unit": "s"})]
 _Flops = Annotated[_Number, Field(json_schema_extra={"unit": "FLOP"})]
 _Count = Annotated[int, Field(gt=0, json_schema_extra={"unit": "count"})]
+# All are started at once: a slip of the keyboard must not exhaust the machine.
+_Processes = Annotated[int, Field(gt=0, le=256, json_schema_extra={"unit": "count"})]
+_Threads = Annotated[int, Field(gt=0, le=1024, json_schema_extra={"unit": "count"})]
 _Port = Annotated[int, Field(ge=0, le=65535)]
 
 
@@ -85,7 +91,7 @@ class Settings(BaseSettings):
         description="Name of an additional model that is ready when the server is. KServe checks "
         "the readiness of a model named like its service. Unset means none.",
     )
-    http_workers: _Count = Field(
+    http_workers: _Processes = Field(
         default=1,
         description="Number of processes that serve HTTP on the same port. They share the devices, "
         "limits and metrics. With 1, HTTP is served by the server's main process.",
@@ -155,12 +161,12 @@ class Settings(BaseSettings):
         description="URL of an OpenTelemetry collector's OTLP/HTTP endpoint for traces, such as "
         "http://collector:4318/v1/traces; unset means no traces. Needs convgrad[otel].",
     )
-    threads: _Count | None = Field(
+    threads: _Threads | None = Field(
         default=None,
         description="Threads per problem on the CPU; unset means one per core that the process may "
         "use according to its affinity and its container's CPU quota.",
     )
-    compute_slots: _Count | None = Field(
+    compute_slots: _Threads | None = Field(
         default=None,
         description="Problems that a device computes at the same time; with two or more, the last "
         "free slot is reserved for small problems. Unset means 2 on the CPU and 4 on a GPU.",
@@ -170,7 +176,7 @@ class Settings(BaseSettings):
         description="Problems estimated to take longer than this are large and cannot use the last "
         "free compute slot.",
     )
-    codec_threads: _Count = Field(
+    codec_threads: _Threads = Field(
         default=2, description="Threads that decode requests and encode responses."
     )
     system_shared_memory: bool = Field(
@@ -310,7 +316,7 @@ class Settings(BaseSettings):
         default=15.0,
         description="Maximum time from a connection or a request line to the end of the headers.",
     )
-    cors_origins: str | None = Field(
+    cors_origins: Annotated[str, AfterValidator(valid_origins)] | None = Field(
         default=None,
         description="Comma-separated origins whose scripts may use this server from a browser, "
         "such as https://lab.example; * allows all. Unset means none: no CORS header is sent.",
@@ -322,15 +328,17 @@ class Settings(BaseSettings):
     max_connections: _Count = Field(
         default=512, description="Maximum number of open connections per HTTP process."
     )
-    keep_alive_s: _Count = Field(
+    keep_alive_s: int = Field(
         default=75,
+        gt=0,
+        le=_LONGEST_S,
         json_schema_extra={"unit": "s"},
         description="How long an idle connection is kept open.",
     )
     drain_s: float = Field(
         default=0.0,
         ge=0,
-        allow_inf_nan=False,
+        le=_LONGEST_S,
         json_schema_extra={"unit": "s"},
         description="How long the server keeps accepting requests after SIGINT or SIGTERM while it "
         "reports not ready, so that load balancers stop sending requests first. Choose it longer "
