@@ -60,14 +60,19 @@ LAYERS: dict[str, Conv] = {
     "1d_k11_dilated": Conv(2, 24, 24, (40,), (11,), padding=10, dilation=2, groups=24),
     "multiplier_2": layer(2, 16, (7, 9), (3, 3), 1, 1, 1, 2),
     "multiplier_3": layer(2, 13, (7, 9), (5, 5), 2, 2, 1, 3),
+    "multiplier_2_3d": Conv(1, 12, 24, (4, 5, 6), (2, 3, 3), padding=1, groups=12),
+    "multiplier_2_of_33_columns": Conv(2, 6, 12, (50,), (33,), padding=16, groups=6),
 }
 
 
-CASES = [
+IN_PLANES = [
     FROM_CONV[operation](name, conv)
     for operation in ("conv_bwd_data", "conv_fwd")
     for name, conv in LAYERS.items()
-    if operation == "conv_fwd" or (conv.k == conv.c and name != "dilated_by_two_steps")
+    if operation == "conv_fwd" or name != "dilated_by_two_steps"
+]
+CASES = [
+    case for case in IN_PLANES if case.operation == "conv_fwd" or "multiplier" not in case.name
 ]
 
 
@@ -90,7 +95,7 @@ def test_layers(emulated: EmulatedBackend, seed: int, case: Case, dtype: str) ->
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", IN_PLANES, ids=lambda case: case.id)
 def test_layers_in_planes(seed: int, case: Case, dtype: str) -> None:
     emulated = only(DepthwiseDirect(in_planes=True))
     for gate in ("exact", "bounded"):
@@ -151,3 +156,8 @@ def test_what_is_not_finite_stays_in_its_channel(
     emulated: EmulatedBackend, seed: int, case: Case
 ) -> None:
     check_rule(emulated, seed, case, "bfloat16", "NHWC")
+
+
+def test_what_is_not_finite_stays_in_the_channel_that_sums_it(seed: int) -> None:
+    case = FROM_CONV["conv_bwd_data"]("multiplier_2", LAYERS["multiplier_2"])
+    check_rule(only(DepthwiseDirect(in_planes=True)), seed, case, "bfloat16", "NCHW")

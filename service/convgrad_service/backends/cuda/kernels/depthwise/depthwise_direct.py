@@ -22,11 +22,12 @@ from convgrad_service.backends.cuda.kernels.depthwise.depthwise_direct_model imp
     instance_layouts,
     parts_of,
     read_columns,
+    results_of,
+    summed_of,
 )
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import (
     DTYPES,
     channel_strides_of,
-    channels_of,
     is_in_planes,
     spread_of,
     strides_of,
@@ -58,8 +59,8 @@ DepthwiseDirectArgs = structure("depthwise/depthwise_direct.cuh", "DepthwiseDire
 
 class DepthwiseDirect(Solver[ConvWork, DirectLayout]):
     """fwd and bwd_data with one input channel per group, of any number of channels, kernel and
-    padding, in one to three dimensions; in bwd_data, one output channel per group. Channels last,
-    or with ``in_planes`` in any other order."""
+    padding, in one to three dimensions. Channels last, then in bwd_data with one output channel per
+    group; or with ``in_planes`` in any other order."""
 
     name = "depthwise_direct"
 
@@ -72,9 +73,8 @@ class DepthwiseDirect(Solver[ConvWork, DirectLayout]):
         work = turned(work)
         if (reason := why_not_depthwise(work, in_planes=self._in_planes)) is not None:
             return reason
-        multiplier = work.out_channels
-        if multiplier > 1 and work.direction == "bwd_data":
-            return f"sums over {multiplier} channels"
+        if summed_of(work) > 1 and not self._in_planes:
+            return f"sums over {work.out_channels} channels"
         if work.accumulate is not None and work.accumulate.strides != work.sides[1].strides:
             return "accumulate and the result have different strides"
         if work.stride[2] not in SHAPES:
@@ -126,7 +126,8 @@ class DepthwiseDirect(Solver[ConvWork, DirectLayout]):
         args.alpha, args.beta = work.alpha, work.beta
         args.activation = ACTIVATIONS[work.activation]
         args.finishes = not work.epilogue_free
-        args.channels, args.backward, args.period = channels_of(work), backward, period
+        args.channels, args.summed = results_of(work), summed_of(work)
+        args.backward, args.period = backward, period
         args.x_size[:], args.y_size[:] = work.sizes
         args.kernel[:], args.pad[:] = work.kernel, pad
         args.stride[:], args.dilation[:] = work.stride[:2], work.dilation[:2]
@@ -142,10 +143,11 @@ class DepthwiseDirect(Solver[ConvWork, DirectLayout]):
             by.factor, by.shift = divider(stride)
         args.spread = spread_of(work)
         args.by_period, args.by_spread = divider(period), divider(args.spread)
-        args.by_multiplier = divider(work.out_channels)
+        args.by_multiplier = divider(1 if backward else work.out_channels)
         args.x_channel, args.y_channel = channel_strides_of(work)
         if backward:
-            args.x_channel, args.y_channel = args.y_channel, args.x_channel
+            args.summed_channel = args.y_channel
+            args.x_channel, args.y_channel = args.y_channel * args.summed, args.x_channel
         args.in_planes, args.by_places = is_in_planes(work), divider(layout.places)
         args.x, args.y = (
             first * side.strides[0] * side.dtype.itemsize for side in (source, result)
@@ -191,7 +193,7 @@ def _contiguous(work: ConvWork) -> bool:
 
 
 def _shared_bytes(work: ConvWork, layout: DirectLayout) -> int:
-    return layout.vectors * layout.vector * work.taps * work.dtype.itemsize
+    return layout.vectors * layout.vector * work.taps * summed_of(work) * work.dtype.itemsize
 
 
 def _instance(dtype: DType, backward: bool, layout: DirectLayout) -> Instance:
