@@ -51,8 +51,8 @@ def test_large_bodies_wait_unread_until_those_before_them_are_computed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # However long this machine takes to receive them.
-    monkeypatch.setattr(admission, "_LANDING_S", 600.0)
-    monkeypatch.setattr(admission, "_LANDED_S", 600.0)
+    monkeypatch.setattr(admission, "_RECEIVING_LARGE_S", 600.0)
+    monkeypatch.setattr(admission, "_RECEIVED_LARGE_S", 600.0)
     body = pooled(300_000)
     headers = {"Content-Type": SAFETENSORS}
     most_ahead = 8  # with a slot, by `Pipeline.gate`
