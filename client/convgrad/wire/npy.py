@@ -179,7 +179,7 @@ def _element_type(code: str, beside: DType | None, name: str) -> DType:
     if code in ("<V2", "|V2") and beside is None:
         raise MalformedRequest(
             f'{name}: the .npy file holds 2-byte items of no type; for bfloat16 put "dtype": '
-            f'"bfloat16" beside it'
+            f'"bfloat16" beside it, or dtype=bfloat16 in its Content-Type'
         )
     if code.startswith(">"):
         raise MalformedRequest(f"{name}: the .npy file is big-endian; expected little-endian")
