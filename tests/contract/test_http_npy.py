@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import struct
 import subprocess
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -84,6 +86,23 @@ def test_without_accept_the_answer_is_npz(live: LiveServer, client: Client) -> N
     np.testing.assert_array_equal(archive["output"], expected.output)
     np.testing.assert_array_equal(archive["indices"], expected.indices)
     assert post(live, "maxpool2d_fwd", files).content == answer.content  # no date in it
+
+
+def test_an_npz_is_read_as_a_stream(live: LiveServer) -> None:
+    """Java's ZipInputStream refuses stored files whose size and checksum follow their data."""
+    body = json.dumps(OPERATIONS["maxpool2d_fwd"].example).encode()
+    answer = live.post(body, path="/maxpool2d_fwd", headers={"accept": NPZ}).content
+    read = []
+    while answer.startswith(b"PK\3\4"):
+        flags, _, _, _, checksum = struct.unpack("<HHHHI", answer[6:18])
+        name_bytes, extra_bytes = struct.unpack("<HH", answer[26:30])
+        start = 30 + name_bytes + extra_bytes
+        (size,) = struct.unpack("<Q", answer[30 + name_bytes + 4 :][:8])
+        assert flags == 0
+        assert zlib.crc32(answer[start : start + size]) == checksum
+        read.append(answer[30 : 30 + name_bytes])
+        answer = answer[start + size :]
+    assert read == [b"output.npy", b"indices.npy"]
 
 
 def test_a_form_may_be_answered_in_json_and_json_in_npz(live: LiveServer) -> None:

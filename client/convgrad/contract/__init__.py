@@ -9,7 +9,7 @@ from convgrad.contract.adaptive_pooling import (
     AdaptiveMaxPoolFwdRequest,
 )
 from convgrad.contract.average_pooling import AvgPoolBwdRequest, AvgPoolFwdRequest
-from convgrad.contract.base import Parameters, Request, refuse_unknown, validate
+from convgrad.contract.base import Parameters, Request, drop_unset, refuse_unknown, validate
 from convgrad.contract.conv3d import Conv3dBackpropInputRequest, Conv3dTransposeRequest, Region
 from convgrad.contract.conv_double_backward import (
     ConvDoubleBackwardRequest,
@@ -77,6 +77,7 @@ __all__ = [
     "Report",
     "Request",
     "check_stored_name",
+    "drop_unset",
     "refuse_unknown",
     "tensor_json_schema",
     "validate",

@@ -19,7 +19,15 @@ from convgrad.contract.fields import Names, Parsed, TensorType
 from convgrad.errors import MalformedRequest
 from convgrad.wire.sentences import shown
 
-__all__ = ["Parameters", "Request", "is_tensor", "parse_field", "refuse_unknown", "validate"]
+__all__ = [
+    "Parameters",
+    "Request",
+    "drop_unset",
+    "is_tensor",
+    "parse_field",
+    "refuse_unknown",
+    "validate",
+]
 
 R = TypeVar("R", bound="Request")
 
@@ -101,6 +109,25 @@ class Request(Parameters):
         """Everything but the tensors, JSON-able, without what is left at its default."""
         names = set(type(self).model_fields) - set(self.tensor_fields())
         return self.model_dump(mode="json", include=names, exclude_defaults=True)
+
+
+def drop_unset(model: type[Parameters], fields: dict[str, Any]) -> None:
+    """Remove null from the optional ``fields`` of several types, such as padding.
+
+    Typed clients send it for one that is not set. The document that they are generated from gives
+    these fields no default, of which some generators make invalid code.
+    """
+    for name in fields.keys() & model.model_fields.keys():
+        field, value = model.model_fields[name], fields[name]
+        if isinstance(value, dict):
+            if isinstance(field.annotation, type) and issubclass(field.annotation, Parameters):
+                drop_unset(field.annotation, value)
+        elif value is None and not field.is_required() and _is_choice(field):
+            del fields[name]
+
+
+def _is_choice(field: FieldInfo) -> bool:
+    return any(isinstance(each, Parsed) and "oneOf" in each.schema for each in field.metadata)
 
 
 def validate(request_model: type[R], fields: Mapping[str, Any]) -> R:

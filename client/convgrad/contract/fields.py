@@ -246,7 +246,8 @@ OutputSize = Annotated[
         {
             "oneOf": [
                 _INT,
-                {"type": "array", "items": {"type": ["integer", "null"]}, "maxItems": _MAX_ITEMS},
+                # Integers and nulls, of which openapi-generator's Go could make no type.
+                {"type": "array", "items": {}, "maxItems": _MAX_ITEMS},
             ]
         },
     ),

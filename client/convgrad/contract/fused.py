@@ -49,10 +49,10 @@ class GroupedConvConvFwdRequest(Request):
     bias0: Tensor | None = Field(default=None, description="Bias of the first, [M].")
     bias1: Tensor | None = Field(default=None, description="Bias of the second, [K].")
     conv0: ConvParameters = Field(
-        default=ConvParameters(), description="Geometry of the first convolution."
+        default_factory=ConvParameters, description="Geometry of the first convolution."
     )
     conv1: ConvParameters = Field(
-        default=ConvParameters(), description="Geometry of the second convolution."
+        default_factory=ConvParameters, description="Geometry of the second convolution."
     )
     activation0: Activation = Field(default="none", description="Applied to the intermediate.")
     activation1: Activation = Field(default="none", description="Applied to the output.")

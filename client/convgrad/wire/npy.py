@@ -179,7 +179,7 @@ def _element_type(code: str, declared: DType | None, name: str) -> DType:
     if code in ("<V2", "|V2") and declared is None:
         raise MalformedRequest(
             f'{name}: the .npy file holds 2-byte items of no type; for bfloat16 add "dtype": '
-            f'"bfloat16" to the tensor'
+            f'"bfloat16" to the tensor, or dtype=bfloat16 to its Content-Type'
         )
     if code.startswith(">"):
         raise MalformedRequest(f"{name}: the .npy file is big-endian; expected little-endian")

@@ -545,7 +545,7 @@ export interface components {
              * Output Size
              * @description Size of the output: one int, or one per dimension (D, H, W), of which null means the input's own.
              */
-            output_size: number | (number | null)[];
+            output_size: number | unknown[];
         };
         /**
          * AdaptiveMaxPoolBwdRequest
@@ -676,7 +676,7 @@ export interface components {
              * Output Size
              * @description Size of the output: one int, or one per dimension (D, H, W), of which null means the input's own.
              */
-            output_size: number | (number | null)[];
+            output_size: number | unknown[];
             /**
              * Return Indices
              * @description Also answer with the index of each maximum.
@@ -744,10 +744,10 @@ export interface components {
             stride?: (number | number[]) | null;
             /**
              * Padding
-             * @description Zeros added around the input: one int, one per dimension, or a [before, after] pair per dimension.
-             * @default 0
+             * @description Zeros added around the input: one int, one per dimension, or a [before, after] pair per dimension. By default 0.
+             * @default null
              */
-            padding?: number | number[] | number[][];
+            padding?: number | number[] | number[][] | null;
             /**
              * Ceil Mode
              * @description Round the output size up, so that a last partial window counts.
@@ -838,10 +838,10 @@ export interface components {
             stride?: (number | number[]) | null;
             /**
              * Padding
-             * @description Zeros added around the input: one int, one per dimension, or a [before, after] pair per dimension.
-             * @default 0
+             * @description Zeros added around the input: one int, one per dimension, or a [before, after] pair per dimension. By default 0.
+             * @default null
              */
-            padding?: number | number[] | number[][];
+            padding?: number | number[] | number[][] | null;
             /**
              * Ceil Mode
              * @description Round the output size up, so that a last partial window counts.
@@ -917,22 +917,22 @@ export interface components {
             };
             /**
              * Stride
-             * @description Step between windows: one int or one per dimension.
-             * @default 1
+             * @description Step between windows: one int or one per dimension. By default 1.
+             * @default null
              */
-            stride?: number | number[];
+            stride?: number | number[] | null;
             /**
              * Padding
-             * @description Zeros around the input: one int, one per dimension, or a [before, after] pair a dimension.
-             * @default 0
+             * @description Zeros around the input: one int, one per dimension, or a [before, after] pair a dimension. By default 0.
+             * @default null
              */
-            padding?: number | number[] | number[][];
+            padding?: number | number[] | number[][] | null;
             /**
              * Dilation
-             * @description Step between the taps of a window: one int or one per dimension.
-             * @default 1
+             * @description Step between the taps of a window: one int or one per dimension. By default 1.
+             * @default null
              */
-            dilation?: number | number[];
+            dilation?: number | number[] | null;
             /**
              * Groups
              * @description Number of blocks the channels are divided into.
@@ -991,10 +991,10 @@ export interface components {
             output_format?: "NCDHW" | "NDHWC" | "NDC1HWC0";
             /**
              * Output Padding
-             * @description Rows that grad_input has beyond the smallest input that fits.
-             * @default 0
+             * @description Rows that grad_input has beyond the smallest input that fits. By default 0.
+             * @default null
              */
-            output_padding?: number | number[];
+            output_padding?: number | number[] | null;
             /**
              * @description Compute this part of grad_input alone; all of it if omitted.
              * @default null
@@ -1044,22 +1044,22 @@ export interface components {
             };
             /**
              * Stride
-             * @description Step between windows: one int or one per dimension.
-             * @default 1
+             * @description Step between windows: one int or one per dimension. By default 1.
+             * @default null
              */
-            stride?: number | number[];
+            stride?: number | number[] | null;
             /**
              * Padding
-             * @description Zeros around the input: one int, one per dimension, or a [before, after] pair a dimension.
-             * @default 0
+             * @description Zeros around the input: one int, one per dimension, or a [before, after] pair a dimension. By default 0.
+             * @default null
              */
-            padding?: number | number[] | number[][];
+            padding?: number | number[] | number[][] | null;
             /**
              * Dilation
-             * @description Step between the taps of a window: one int or one per dimension.
-             * @default 1
+             * @description Step between the taps of a window: one int or one per dimension. By default 1.
+             * @default null
              */
-            dilation?: number | number[];
+            dilation?: number | number[] | null;
             /**
              * Groups
              * @description Number of blocks the channels are divided into.
@@ -1081,10 +1081,10 @@ export interface components {
             layout?: string | null;
             /**
              * Output Padding
-             * @description Rows added at the end of the output: one int or one per dimension, below the larger of stride and dilation.
-             * @default 0
+             * @description Rows added at the end of the output: one int or one per dimension, below the larger of stride and dilation. By default 0.
+             * @default null
              */
-            output_padding?: number | number[];
+            output_padding?: number | number[] | null;
             /**
              * Input
              * @description The layer's input, [N, C_in, *in].
@@ -1145,22 +1145,22 @@ export interface components {
             };
             /**
              * Stride
-             * @description Step between windows: one int or one per dimension.
-             * @default 1
+             * @description Step between windows: one int or one per dimension. By default 1.
+             * @default null
              */
-            stride?: number | number[];
+            stride?: number | number[] | null;
             /**
              * Padding
-             * @description Zeros around the input: one int, one per dimension, or a [before, after] pair a dimension.
-             * @default 0
+             * @description Zeros around the input: one int, one per dimension, or a [before, after] pair a dimension. By default 0.
+             * @default null
              */
-            padding?: number | number[] | number[][];
+            padding?: number | number[] | number[][] | null;
             /**
              * Dilation
-             * @description Step between the taps of a window: one int or one per dimension.
-             * @default 1
+             * @description Step between the taps of a window: one int or one per dimension. By default 1.
+             * @default null
              */
-            dilation?: number | number[];
+            dilation?: number | number[] | null;
             /**
              * Groups
              * @description Number of blocks the channels are divided into.
@@ -1251,22 +1251,22 @@ export interface components {
             };
             /**
              * Stride
-             * @description Step between windows: one int or one per dimension.
-             * @default 1
+             * @description Step between windows: one int or one per dimension. By default 1.
+             * @default null
              */
-            stride?: number | number[];
+            stride?: number | number[] | null;
             /**
              * Padding
-             * @description Zeros around the input: one int, one per dimension, or a [before, after] pair a dimension.
-             * @default 0
+             * @description Zeros around the input: one int, one per dimension, or a [before, after] pair a dimension. By default 0.
+             * @default null
              */
-            padding?: number | number[] | number[][];
+            padding?: number | number[] | number[][] | null;
             /**
              * Dilation
-             * @description Step between the taps of a window: one int or one per dimension.
-             * @default 1
+             * @description Step between the taps of a window: one int or one per dimension. By default 1.
+             * @default null
              */
-            dilation?: number | number[];
+            dilation?: number | number[] | null;
             /**
              * Groups
              * @description Number of blocks the channels are divided into.
@@ -1367,22 +1367,22 @@ export interface components {
             };
             /**
              * Stride
-             * @description Step between windows: one int or one per dimension.
-             * @default 1
+             * @description Step between windows: one int or one per dimension. By default 1.
+             * @default null
              */
-            stride?: number | number[];
+            stride?: number | number[] | null;
             /**
              * Padding
-             * @description Zeros around the input: one int, one per dimension, or a [before, after] pair a dimension.
-             * @default 0
+             * @description Zeros around the input: one int, one per dimension, or a [before, after] pair a dimension. By default 0.
+             * @default null
              */
-            padding?: number | number[] | number[][];
+            padding?: number | number[] | number[][] | null;
             /**
              * Dilation
-             * @description Step between the taps of a window: one int or one per dimension.
-             * @default 1
+             * @description Step between the taps of a window: one int or one per dimension. By default 1.
+             * @default null
              */
-            dilation?: number | number[];
+            dilation?: number | number[] | null;
             /**
              * Groups
              * @description Number of blocks the channels are divided into.
@@ -1491,22 +1491,22 @@ export interface components {
             };
             /**
              * Stride
-             * @description Step between windows: one int or one per dimension.
-             * @default 1
+             * @description Step between windows: one int or one per dimension. By default 1.
+             * @default null
              */
-            stride?: number | number[];
+            stride?: number | number[] | null;
             /**
              * Padding
-             * @description Zeros around the input: one int, one per dimension, or a [before, after] pair a dimension.
-             * @default 0
+             * @description Zeros around the input: one int, one per dimension, or a [before, after] pair a dimension. By default 0.
+             * @default null
              */
-            padding?: number | number[] | number[][];
+            padding?: number | number[] | number[][] | null;
             /**
              * Dilation
-             * @description Step between the taps of a window: one int or one per dimension.
-             * @default 1
+             * @description Step between the taps of a window: one int or one per dimension. By default 1.
+             * @default null
              */
-            dilation?: number | number[];
+            dilation?: number | number[] | null;
             /**
              * Groups
              * @description Number of blocks the channels are divided into.
@@ -1550,22 +1550,22 @@ export interface components {
         ConvParameters: {
             /**
              * Stride
-             * @description Step between windows: one int or one per dimension.
-             * @default 1
+             * @description Step between windows: one int or one per dimension. By default 1.
+             * @default null
              */
-            stride?: number | number[];
+            stride?: number | number[] | null;
             /**
              * Padding
-             * @description Zeros around the input: one int, one per dimension, or a [before, after] pair a dimension.
-             * @default 0
+             * @description Zeros around the input: one int, one per dimension, or a [before, after] pair a dimension. By default 0.
+             * @default null
              */
-            padding?: number | number[] | number[][];
+            padding?: number | number[] | number[][] | null;
             /**
              * Dilation
-             * @description Step between the taps of a window.
-             * @default 1
+             * @description Step between the taps of a window. By default 1.
+             * @default null
              */
-            dilation?: number | number[];
+            dilation?: number | number[] | null;
             /**
              * Groups
              * @description Number of blocks the channels are divided into.
@@ -1618,22 +1618,22 @@ export interface components {
             };
             /**
              * Stride
-             * @description Step between windows: one int or one per dimension.
-             * @default 1
+             * @description Step between windows: one int or one per dimension. By default 1.
+             * @default null
              */
-            stride?: number | number[];
+            stride?: number | number[] | null;
             /**
              * Padding
-             * @description Zeros around the input: one int, one per dimension, or a [before, after] pair a dimension.
-             * @default 0
+             * @description Zeros around the input: one int, one per dimension, or a [before, after] pair a dimension. By default 0.
+             * @default null
              */
-            padding?: number | number[] | number[][];
+            padding?: number | number[] | number[][] | null;
             /**
              * Dilation
-             * @description Step between the taps of a window: one int or one per dimension.
-             * @default 1
+             * @description Step between the taps of a window: one int or one per dimension. By default 1.
+             * @default null
              */
-            dilation?: number | number[];
+            dilation?: number | number[] | null;
             /**
              * Groups
              * @description Number of blocks the channels are divided into.
@@ -1655,10 +1655,10 @@ export interface components {
             layout?: string | null;
             /**
              * Output Padding
-             * @description Rows added at the end of the output: one int or one per dimension, below the larger of stride and dilation.
-             * @default 0
+             * @description Rows added at the end of the output: one int or one per dimension, below the larger of stride and dilation. By default 0.
+             * @default null
              */
-            output_padding?: number | number[];
+            output_padding?: number | number[] | null;
             /**
              * Grad Output
              * @description Gradient with respect to the layer's output, [N, C_out, *out].
@@ -1731,22 +1731,22 @@ export interface components {
             };
             /**
              * Stride
-             * @description Step between windows: one int or one per dimension.
-             * @default 1
+             * @description Step between windows: one int or one per dimension. By default 1.
+             * @default null
              */
-            stride?: number | number[];
+            stride?: number | number[] | null;
             /**
              * Padding
-             * @description Zeros around the input: one int, one per dimension, or a [before, after] pair a dimension.
-             * @default 0
+             * @description Zeros around the input: one int, one per dimension, or a [before, after] pair a dimension. By default 0.
+             * @default null
              */
-            padding?: number | number[] | number[][];
+            padding?: number | number[] | number[][] | null;
             /**
              * Dilation
-             * @description Step between the taps of a window: one int or one per dimension.
-             * @default 1
+             * @description Step between the taps of a window: one int or one per dimension. By default 1.
+             * @default null
              */
-            dilation?: number | number[];
+            dilation?: number | number[] | null;
             /**
              * Groups
              * @description Number of blocks the channels are divided into.
@@ -1768,10 +1768,10 @@ export interface components {
             layout?: string | null;
             /**
              * Output Padding
-             * @description Rows added at the end of the output: one int or one per dimension, below the larger of stride and dilation.
-             * @default 0
+             * @description Rows added at the end of the output: one int or one per dimension, below the larger of stride and dilation. By default 0.
+             * @default null
              */
-            output_padding?: number | number[];
+            output_padding?: number | number[] | null;
             /**
              * Grad Output
              * @description Gradient with respect to the layer's output, as the backward pass had it.
@@ -1862,22 +1862,22 @@ export interface components {
             };
             /**
              * Stride
-             * @description Step between windows: one int or one per dimension.
-             * @default 1
+             * @description Step between windows: one int or one per dimension. By default 1.
+             * @default null
              */
-            stride?: number | number[];
+            stride?: number | number[] | null;
             /**
              * Padding
-             * @description Zeros around the input: one int, one per dimension, or a [before, after] pair a dimension.
-             * @default 0
+             * @description Zeros around the input: one int, one per dimension, or a [before, after] pair a dimension. By default 0.
+             * @default null
              */
-            padding?: number | number[] | number[][];
+            padding?: number | number[] | number[][] | null;
             /**
              * Dilation
-             * @description Step between the taps of a window: one int or one per dimension.
-             * @default 1
+             * @description Step between the taps of a window: one int or one per dimension. By default 1.
+             * @default null
              */
-            dilation?: number | number[];
+            dilation?: number | number[] | null;
             /**
              * Groups
              * @description Number of blocks the channels are divided into.
@@ -1899,10 +1899,10 @@ export interface components {
             layout?: string | null;
             /**
              * Output Padding
-             * @description Rows added at the end of the output: one int or one per dimension, below the larger of stride and dilation.
-             * @default 0
+             * @description Rows added at the end of the output: one int or one per dimension, below the larger of stride and dilation. By default 0.
+             * @default null
              */
-            output_padding?: number | number[];
+            output_padding?: number | number[] | null;
             /**
              * Input
              * @description The layer's input, [N, C_in, *in].
@@ -1965,22 +1965,22 @@ export interface components {
             };
             /**
              * Stride
-             * @description Step between windows: one int or one per dimension.
-             * @default 1
+             * @description Step between windows: one int or one per dimension. By default 1.
+             * @default null
              */
-            stride?: number | number[];
+            stride?: number | number[] | null;
             /**
              * Padding
-             * @description Zeros around the input: one int, one per dimension, or a [before, after] pair a dimension.
-             * @default 0
+             * @description Zeros around the input: one int, one per dimension, or a [before, after] pair a dimension. By default 0.
+             * @default null
              */
-            padding?: number | number[] | number[][];
+            padding?: number | number[] | number[][] | null;
             /**
              * Dilation
-             * @description Step between the taps of a window: one int or one per dimension.
-             * @default 1
+             * @description Step between the taps of a window: one int or one per dimension. By default 1.
+             * @default null
              */
-            dilation?: number | number[];
+            dilation?: number | number[] | null;
             /**
              * Groups
              * @description Number of blocks the channels are divided into.
@@ -2024,10 +2024,10 @@ export interface components {
             weight_dtype?: ("float16" | "bfloat16" | "float32" | "float64") | null;
             /**
              * Split K
-             * @description Number of parts into which the sum over N and space is divided.
-             * @default auto
+             * @description Number of parts into which the sum over N and space is divided. By default "auto".
+             * @default null
              */
-            split_k?: "auto" | number;
+            split_k?: "auto" | number | null;
             /**
              * Outputs
              * @description The gradients wanted.
@@ -2123,25 +2123,9 @@ export interface components {
              * @default null
              */
             bias1?: components["schemas"]["FloatTensor"] | null;
-            /**
-             * @description Geometry of the first convolution.
-             * @default {
-             *       "stride": 1,
-             *       "padding": 0,
-             *       "dilation": 1,
-             *       "groups": 1
-             *     }
-             */
+            /** @description Geometry of the first convolution. */
             conv0?: components["schemas"]["ConvParameters"];
-            /**
-             * @description Geometry of the second convolution.
-             * @default {
-             *       "stride": 1,
-             *       "padding": 0,
-             *       "dilation": 1,
-             *       "groups": 1
-             *     }
-             */
+            /** @description Geometry of the second convolution. */
             conv1?: components["schemas"]["ConvParameters"];
             /**
              * Activation0
@@ -2225,16 +2209,16 @@ export interface components {
             stride?: (number | number[]) | null;
             /**
              * Padding
-             * @description Positions added around the input that never win: one int, one per dimension, or a [before, after] pair per dimension.
-             * @default 0
+             * @description Positions added around the input that never win: one int, one per dimension, or a [before, after] pair per dimension. By default 0.
+             * @default null
              */
-            padding?: number | number[] | number[][];
+            padding?: number | number[] | number[][] | null;
             /**
              * Dilation
-             * @description Step between the elements of a window.
-             * @default 1
+             * @description Step between the elements of a window. By default 1.
+             * @default null
              */
-            dilation?: number | number[];
+            dilation?: number | number[] | null;
             /**
              * Ceil Mode
              * @description Round the output size up, so that a last partial window counts.
@@ -2326,16 +2310,16 @@ export interface components {
             stride?: (number | number[]) | null;
             /**
              * Padding
-             * @description Positions added around the input that never win: one int, one per dimension, or a [before, after] pair per dimension.
-             * @default 0
+             * @description Positions added around the input that never win: one int, one per dimension, or a [before, after] pair per dimension. By default 0.
+             * @default null
              */
-            padding?: number | number[] | number[][];
+            padding?: number | number[] | number[][] | null;
             /**
              * Dilation
-             * @description Step between the elements of a window.
-             * @default 1
+             * @description Step between the elements of a window. By default 1.
+             * @default null
              */
-            dilation?: number | number[];
+            dilation?: number | number[] | null;
             /**
              * Ceil Mode
              * @description Round the output size up, so that a last partial window counts.
@@ -2421,16 +2405,16 @@ export interface components {
             stride?: (number | number[]) | null;
             /**
              * Padding
-             * @description Positions added around the input that never win: one int, one per dimension, or a [before, after] pair per dimension.
-             * @default 0
+             * @description Positions added around the input that never win: one int, one per dimension, or a [before, after] pair per dimension. By default 0.
+             * @default null
              */
-            padding?: number | number[] | number[][];
+            padding?: number | number[] | number[][] | null;
             /**
              * Dilation
-             * @description Step between the elements of a window.
-             * @default 1
+             * @description Step between the elements of a window. By default 1.
+             * @default null
              */
-            dilation?: number | number[];
+            dilation?: number | number[] | null;
             /**
              * Ceil Mode
              * @description Round the output size up, so that a last partial window counts.
@@ -2522,16 +2506,16 @@ export interface components {
             stride?: (number | number[]) | null;
             /**
              * Padding
-             * @description Positions added around the input that never win: one int, one per dimension, or a [before, after] pair per dimension.
-             * @default 0
+             * @description Positions added around the input that never win: one int, one per dimension, or a [before, after] pair per dimension. By default 0.
+             * @default null
              */
-            padding?: number | number[] | number[][];
+            padding?: number | number[] | number[][] | null;
             /**
              * Dilation
-             * @description Step between the elements of a window.
-             * @default 1
+             * @description Step between the elements of a window. By default 1.
+             * @default null
              */
-            dilation?: number | number[];
+            dilation?: number | number[] | null;
             /**
              * Ceil Mode
              * @description Round the output size up, so that a last partial window counts.
@@ -2617,16 +2601,16 @@ export interface components {
             stride?: (number | number[]) | null;
             /**
              * Padding
-             * @description Positions added around the input that never win: one int, one per dimension, or a [before, after] pair per dimension.
-             * @default 0
+             * @description Positions added around the input that never win: one int, one per dimension, or a [before, after] pair per dimension. By default 0.
+             * @default null
              */
-            padding?: number | number[] | number[][];
+            padding?: number | number[] | number[][] | null;
             /**
              * Dilation
-             * @description Step between the elements of a window.
-             * @default 1
+             * @description Step between the elements of a window. By default 1.
+             * @default null
              */
-            dilation?: number | number[];
+            dilation?: number | number[] | null;
             /**
              * Ceil Mode
              * @description Round the output size up, so that a last partial window counts.
@@ -2718,16 +2702,16 @@ export interface components {
             stride?: (number | number[]) | null;
             /**
              * Padding
-             * @description Positions added around the input that never win: one int, one per dimension, or a [before, after] pair per dimension.
-             * @default 0
+             * @description Positions added around the input that never win: one int, one per dimension, or a [before, after] pair per dimension. By default 0.
+             * @default null
              */
-            padding?: number | number[] | number[][];
+            padding?: number | number[] | number[][] | null;
             /**
              * Dilation
-             * @description Step between the elements of a window.
-             * @default 1
+             * @description Step between the elements of a window. By default 1.
+             * @default null
              */
-            dilation?: number | number[];
+            dilation?: number | number[] | null;
             /**
              * Ceil Mode
              * @description Round the output size up, so that a last partial window counts.
@@ -2888,10 +2872,10 @@ export interface components {
             stride?: (number | number[]) | null;
             /**
              * Padding
-             * @description Its padding on both sides: one int or one per dimension.
-             * @default 0
+             * @description Its padding on both sides: one int or one per dimension. By default 0.
+             * @default null
              */
-            padding?: number | number[];
+            padding?: number | number[] | null;
             /**
              * Output Size
              * @description Size of the output, spatial alone or the full shape; less than a stride from the one that is meant otherwise.

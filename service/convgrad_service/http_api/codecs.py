@@ -16,7 +16,7 @@ from typing import Any
 import pybase64
 from numpy.typing import NDArray
 
-from convgrad.contract import Operation, Report, Request, refuse_unknown
+from convgrad.contract import Operation, Report, Request, drop_unset, refuse_unknown
 from convgrad.errors import MalformedRequest, ProblemTooLarge
 from convgrad.wire import safetensors, strict_json
 from convgrad.wire.json_tensors import FORMS, Form, decode_tensor, encode_tensor
@@ -245,6 +245,7 @@ def decode_json(
     """
     fields = parse_json_body(body)
     refuse_unknown(operation.request, fields)
+    drop_unset(operation.request, fields)
     stored = {
         name: _stored_name(value, name)
         for name in operation.tensors

@@ -255,14 +255,28 @@ def refuse_npz(request: Request, problem: Problem) -> None:
 
 
 class _Chunks:
-    """A file for `zipfile` that collects what is written without copying."""
+    """A file for `zipfile` that collects what is written without copying.
+
+    Each file's header is written again, in its place, once the checksum is known: readers of a
+    stream, such as Java's, need it before the data.
+    """
 
     def __init__(self) -> None:
         self.parts: list[Chunk] = []
+        self._begins: dict[int, int] = {}
+        self._at = 0
 
     def write(self, part: bytes | memoryview) -> int:
-        self.parts.append(part)
+        number = self._begins.setdefault(self._at, len(self.parts))
+        self.parts[number : number + 1] = [part]
+        self._at += len(part)
         return len(part)
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, at: int) -> None:
+        self._at = at
 
     def flush(self) -> None:
         """Do nothing: nothing is buffered."""

@@ -34,13 +34,13 @@ from convgrad_service.http_api.openapi_parts import (
     answer_schema,
     described,
     error_response,
+    for_generators,
     form_schema,
     header,
     named_schemas,
     parameter,
     ref,
     responses_of,
-    with_named_tensors,
 )
 from convgrad_service.problems import problem_from
 from convgrad_service.server.settings import Settings
@@ -125,7 +125,7 @@ def _document(app: FastAPI, settings: Settings) -> dict[str, Any]:
         ref_template=REF.replace("{}", "{model}"),
     )
     schemas: dict[str, Any] = document.setdefault("components", {}).setdefault("schemas", {})
-    schemas.update(with_named_tensors(definitions["$defs"]))
+    schemas.update(for_generators(definitions["$defs"]))
     schemas.update(named_schemas())
     for methods in document["paths"].values():
         for item in methods.values():

@@ -5,6 +5,7 @@ Client generators make a type of each named schema.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -68,17 +69,22 @@ def _object(title: str, properties: Mapping[str, Any], **more: Any) -> dict[str,
     return {**described, "required": list(properties), **more}
 
 
-def with_named_tensors(schema: Any) -> Any:
-    """Replace each kind of tensor in ``schema`` by a reference."""
+def for_generators(schema: Any) -> Any:
+    """Replace each kind of tensor in ``schema`` by a reference, and defaults of choices by null."""
     if isinstance(schema, list):
-        return [with_named_tensors(item) for item in schema]
+        return [for_generators(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
     for kind, forms in _FORMS.items():
         if schema.get("oneOf") == forms:
             kept = {key: value for key, value in schema.items() if key in ("title", "description")}
             return {"$ref": REF.format(kind), **kept}
-    return {key: with_named_tensors(value) for key, value in schema.items()}
+    if "oneOf" in schema and "default" in schema:
+        # Null, which says the same as nothing: see `drop_unset`.
+        text = f"{schema['description']} By default {json.dumps(schema['default'])}."
+        choices = [*schema["oneOf"], {"type": "null"}]
+        schema = {**schema, "oneOf": choices, "default": None, "description": text}
+    return {key: for_generators(value) for key, value in schema.items()}
 
 
 def form_schema(operation: Operation) -> dict[str, Any]:

@@ -69,6 +69,22 @@ def test_a_response_of_null_has_the_form_of_the_first_tensor(form: Form) -> None
     assert decode_json_request(json.dumps(body).encode(), CONV)["response"] == form
 
 
+def test_null_is_a_choice_that_is_not_set() -> None:
+    tensor = encode_tensor(np.ones((1, 1, 1, 1), np.float32), "data")
+    body = {
+        "grad_output": tensor,
+        "weight": tensor,
+        "stride": None,
+        "padding": None,
+        "groups": None,
+    }
+    fields = decode_json_request(json.dumps(body).encode(), CONV)
+    assert fields.keys() & body.keys() == {"grad_output", "weight", "groups"}
+    fused = {"input": tensor, "weight0": tensor, "weight1": tensor, "conv0": {"stride": None}}
+    operation = OPERATIONS["grouped_conv_conv_fwd"]
+    assert decode_json_request(json.dumps(fused).encode(), operation)["conv0"] == {}
+
+
 def test_no_array_refers_to_the_body() -> None:
     tensor = encode_tensor(np.ones((1, 1, 99, 99)), "npy")
     body = bytearray(json.dumps({"grad_output": tensor, "weight": tensor}).encode())
