@@ -183,12 +183,10 @@ def test_shapes_on_the_command_line(
         # They take no tensors.
         assert main([command, "conv_bwd_data", *shapes, "--input", "weight=w.npy"]) == 2
         assert "unrecognized arguments: --input" in capsys.readouterr().err
-    drawn = {
-        name: check.draw(name, shape, "float32", 3)
-        for name, shape in {"grad_output": (1, 4, 5, 3), "weight": (4, 2, 3, 2)}.items()
-    }
+    grad_output = check.draw("grad_output", (1, 4, 5, 3), "float32", 3)
+    weight = check.draw("weight", (4, 2, 3, 2), "float32", 3)
     with Client(url) as client:
-        np.save(folder / "odd.npy", client.conv_bwd_data(**drawn))
+        np.save(folder / "odd.npy", client.conv_bwd_data(grad_output, weight))
     for where in (["--url", url], ["--local"]):
         asked = ["verify", "conv_bwd_data", *shapes, "--seed", "3", *where]
         assert main([*asked, "--mine", str(folder / "odd.npy")]) == 0
