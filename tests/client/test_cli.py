@@ -145,6 +145,7 @@ def test_several_outputs_need_a_file_that_holds_several(
         (["--input", "accumulate=x.txt"], "expected a file .npy, .npz or .safetensors"),
         (["--input", "accumulate={0}/layer.npz"], "has no 'accumulate'; it has w, b"),
         (["--input", "accumulate={0}/pickled.npy"], "cannot read"),
+        (["--input", "accumulate={0}/rubbish.npy"], "it does not begin as a .npy file does"),
         (["--input", "accumulate={0}/rubbish.npz"], "cannot read"),
         (["--input", "accumulate={0}/rubbish.safetensors"], "cannot read"),
         (["--input", "accumulate={0}/voids.npy"], "store bfloat16 as .safetensors"),
@@ -165,7 +166,7 @@ def test_a_wrong_command_line_is_status_2(
 ) -> None:
     np.save(files / "pickled.npy", np.array([{}]))
     np.save(files / "voids.npy", np.zeros(2, "V2"))
-    for name in ("rubbish.npz", "rubbish.safetensors"):
+    for name in ("rubbish.npy", "rubbish.npz", "rubbish.safetensors"):
         (files / name).write_bytes(b"PK rubbish")
     unreachable = ["--url", "http://127.0.0.1:9"]
     arguments = bwd_data(files, *unreachable, *(text.format(files) for text in more))

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from convgrad import check, layers
+from convgrad import Client, check, layers
 from convgrad.cli import main
 from convgrad.errors import ProblemTooLarge
 from convgrad_service.backends.cpu import CpuBackend
@@ -169,6 +169,30 @@ def test_a_wrong_command_line_is_said(
 ) -> None:
     assert main(["verify", "conv_bwd_data", *arguments, "--local"]) == 2
     assert sentence in capsys.readouterr().err
+
+
+def test_shapes_on_the_command_line(
+    folder: Path, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shapes = ["--shape", "grad_output=1x4x5x3", "--shape", "weight=4x2x3x2"]
+    for command in ("plan", "time"):
+        assert main([command, "conv_bwd_data", *shapes, "--url", url]) == 0
+        told = capsys.readouterr().out
+        assert told.startswith("conv_bwd_data on ")
+        assert ", 1 piece\n" in told
+        # They take no tensors.
+        assert main([command, "conv_bwd_data", *shapes, "--input", "weight=w.npy"]) == 2
+        assert "unrecognized arguments: --input" in capsys.readouterr().err
+    grad_output = check.draw("grad_output", (1, 4, 5, 3), "float32", 3)
+    weight = check.draw("weight", (4, 2, 3, 2), "float32", 3)
+    with Client(url) as client:
+        np.save(folder / "odd.npy", client.conv_bwd_data(grad_output, weight))
+    for where in (["--url", url], ["--local"]):
+        asked = ["verify", "conv_bwd_data", *shapes, "--seed", "3", *where]
+        assert main([*asked, "--mine", str(folder / "odd.npy")]) == 0
+        assert "PASSED" in capsys.readouterr().out
+    assert main(["plan", "conv_bwd_data", "--shape", "weight=4,2,3,2", "--url", url]) == 2
+    assert "expected weight=8x64x56x56 or the like" in capsys.readouterr().err
 
 
 def test_time_and_plan(url: str, capsys: pytest.CaptureFixture[str]) -> None:

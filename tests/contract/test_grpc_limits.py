@@ -244,3 +244,11 @@ def test_connections_are_limited() -> None:
         for client in opened:
             client.socket.close()
         until(lambda: served(server))
+
+
+def test_a_connection_without_calls_is_closed() -> None:
+    with serving_oip(Zeros(), keep_alive_s=1) as server, connected(server.grpc) as client:
+        assert client.answer(client.open(LIVE, grpc_message(b""), last=True)).status == "0"
+        while client.receive():  # a GOAWAY, then the end
+            pass
+        assert served(server)

@@ -242,6 +242,9 @@ def test_there_are_only_so_many_connections() -> None:
     with serving(Zeros(), max_connections=20, log_level="error") as server:
         open_ones = [server.connect() for _ in range(20)]
         try:
+            for connection in open_ones:
+                connection.sendall(b"GET")  # none of them only waits
+            until(lambda: not server.waits_s())
             with server.connect() as one_more:
                 answer = read_all(one_more)
             assert answer.startswith(b"HTTP/1.1 429 ")

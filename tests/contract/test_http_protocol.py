@@ -174,6 +174,31 @@ def test_a_handshake_that_is_not_finished_counts_and_ends(tmp_path: Path) -> Non
         until(works, 20)
 
 
+def test_connections_that_only_wait_make_room_for_others() -> None:
+    live = b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n"
+    with (
+        serving(Zeros(), max_connections=4, log_level="error") as server,
+        ExitStack() as held,
+    ):
+        kept, fresh, half, later = (held.enter_context(server.connect(20)) for _ in range(4))
+
+        def asks(connection: socket.socket) -> bytes:
+            connection.sendall(live)
+            return connection.recv(65536)
+
+        assert asks(kept).startswith(b"HTTP/1.1 200 ")
+        half.sendall(live[:9])
+        assert asks(later).startswith(b"HTTP/1.1 200 ")
+        until(lambda: len(waits_s := server.waits_s()) == 3 and min(waits_s) > 1.1)
+        # One that never asked goes first, then who was answered first; who is asking stays.
+        for gone in (fresh, kept):
+            assert asks(held.enter_context(server.connect(20))).startswith(b"HTTP/1.1 200 ")
+            assert gone.recv(1) == b""
+        assert asks(later).startswith(b"HTTP/1.1 200 ")
+        half.sendall(live[9:])
+        assert half.recv(65536).startswith(b"HTTP/1.1 200 ")
+
+
 @pytest.mark.parametrize(
     "path", ["/v2/systemsharedmemory/region/a/register", "/v2/repository/index"]
 )

@@ -92,8 +92,8 @@ def over_grpc(server: TreeServer) -> Iterator[Callable[[], object]]:
 @pytest.mark.parametrize(
     ("asking", "most"),
     [
-        pytest.param(over_http(binary_example(), SAFETENSORS), 14, id="binary"),
-        pytest.param(over_http(EXAMPLE, JSON), 14, id="JSON"),
+        pytest.param(over_http(binary_example(), SAFETENSORS), 15, id="binary"),
+        pytest.param(over_http(EXAMPLE, JSON), 15, id="JSON"),
         pytest.param(over_grpc, 13, id="gRPC"),
     ],
 )

@@ -105,6 +105,33 @@ def test_it_serves_until_interrupted(
     assert not port_file.exists()
 
 
+def test_a_service_manager_starts_it_and_asks_for_a_reload(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(f"\0convgrad-serve-{os.getpid()}")
+        manager.settimeout(60)
+        port_file = tmp_path / "port"
+        arguments = ["--port", "0", "--grpc-port", "0", "--port-file", str(port_file)]
+        process = subprocess.Popen(
+            [*COMMAND, *arguments, "--http-workers", "2"],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            env={**os.environ, "NOTIFY_SOCKET": f"@convgrad-serve-{os.getpid()}"},
+        )
+        try:
+            assert manager.recv(100) == b"READY=1"
+            url = f"http://127.0.0.1:{port_file.read_text().strip()}/conv_bwd_data"
+            with httpx.Client(timeout=60, headers={"Content-Type": JSON}) as client:
+                assert client.post(url, content=EXAMPLE).status_code == 200
+                os.killpg(process.pid, signal.SIGHUP)
+                assert client.post(url, content=EXAMPLE).status_code == 200
+            os.killpg(process.pid, signal.SIGTERM)
+            assert manager.recv(100) == b"STOPPING=1"
+            assert process.wait(30) == 0
+        finally:
+            process.kill()
+            process.wait()
+
+
 def test_a_port_in_use_is_one_sentence(
     serving: tuple[subprocess.Popen[str], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:

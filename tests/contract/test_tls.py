@@ -119,7 +119,9 @@ def shown_certificate(server: OipServer, files: TlsFiles) -> bytes:
         return certificate
 
 
-def test_renewed_certificates_are_served(files: TlsFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_renewed_certificates_are_served(
+    files: TlsFiles, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(tls, "_CHECK_S", 0.0)
     renewed = TlsFiles(files.folder)
     with serving_oip(Zeros(), **renewed.server()) as server:
@@ -129,6 +131,11 @@ def test_renewed_certificates_are_served(files: TlsFiles, monkeypatch: pytest.Mo
         whole = renewed.certificate("server").read_bytes()
         renewed.certificate("server").write_bytes(whole[: len(whole) // 2])
         assert shown_certificate(server, files) == first
+        assert "remains in use" not in caplog.text
+        for _ in range(3):
+            assert shown_certificate(server, files) == first
+        (warning,) = (one for one in caplog.messages if "certificate remains in use" in one)
+        assert str(renewed.certificate("server")) in warning
         renewed.sign("server")
         assert shown_certificate(server, files) != first
 

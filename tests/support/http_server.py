@@ -79,6 +79,11 @@ class LiveServer:
         """A raw connection, for what no HTTP client would send."""
         return socket.create_connection((self.host, self.port), timeout_s)
 
+    def waits_s(self) -> list[float]:
+        """How long each connection that sends nothing has waited for a request."""
+        since = [each.waiting_since_s for each in self.server._connections()]
+        return [time.monotonic() - each_s for each_s in since if each_s is not None]
+
     def wait_until_idle(self, timeout_s: float = 60) -> None:
         """Until no request holds memory or a slot."""
         until = time.monotonic() + timeout_s

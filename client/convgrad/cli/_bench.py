@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import re
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,7 +16,13 @@ from convgrad._call import Answer, Outputs
 from convgrad._client import Client
 from convgrad.cli._connection import connect
 from convgrad.cli._failures import UsageError
-from convgrad.cli._request import add_operations, known_tensor, named_values, request_call
+from convgrad.cli._request import (
+    add_operations,
+    known_tensor,
+    named_values,
+    request_call,
+    shape_of,
+)
 from convgrad.contract import OPERATIONS, Report
 from convgrad.dtypes import FLOATING, DType
 
@@ -98,9 +103,7 @@ def _random_tensors(options: argparse.Namespace) -> dict[str, NDArray[Any]]:
             raise UsageError("--shape: indices cannot be random; take them from a file (--input)")
         if name in tensors:
             raise UsageError(f"{name} is given twice")
-        if not re.fullmatch(r"\d{1,9}(x\d{1,9}){0,7}", text):
-            raise UsageError(f"--shape: expected {name}=8x64x56x56 or the like, got {text!r}")
-        shape = tuple(map(int, text.split("x")))
+        shape = shape_of(name, text)
         try:
             values = rng.standard_normal(shape, dtype=np.float32)
         except (MemoryError, ValueError):

@@ -11,7 +11,7 @@ from typing import Any
 import convgrad
 from convgrad.cli._failures import UsageError
 from convgrad.cli._files import read_tensor
-from convgrad.cli._request import known_tensor, named_values
+from convgrad.cli._request import known_tensor, named_values, shape_of
 from convgrad.contract import OPERATIONS
 
 __all__ = ["add_problem_options", "problem_fields", "tensors_of"]
@@ -19,9 +19,17 @@ __all__ = ["add_problem_options", "problem_fields", "tensors_of"]
 _FIELDS = ("layer", "batch", "dtype", "layout", "seed", "distribution", "factors", "sums")
 
 
-def add_problem_options(parser: argparse.ArgumentParser) -> None:
-    """Add the operation, --layer, --dtype, --layout, --seed, --param, --input and --json."""
-    parser.add_argument("operation", choices=tuple(OPERATIONS), metavar="OPERATION")
+def add_problem_options(parser: argparse.ArgumentParser, *, files: bool = False) -> None:
+    """Add the operation, the options that describe a problem, and --json.
+
+    With ``files``, tensors may come from files (--input) instead of being drawn.
+    """
+    parser.add_argument(
+        "operation",
+        choices=tuple(OPERATIONS),
+        metavar="OPERATION",
+        help="such as conv_bwd_data; `convgrad operations` lists all",
+    )
     group = parser.add_argument_group("problem")
     group.add_argument(
         "--layer",
@@ -29,17 +37,33 @@ def add_problem_options(parser: argparse.ArgumentParser) -> None:
         "or an ONNX node",
     )
     group.add_argument("--batch", type=int, help="number of samples; overrides the layer's")
-    group.add_argument("--dtype", choices=("float16", "bfloat16", "float32", "float64"))
-    group.add_argument("--layout", help="such as NHWC (default: channels first)")
-    group.add_argument("--seed", type=int, help="seed of the drawn tensors (default: 0)")
-    group.add_argument("--distribution", choices=("normal", "uniform", "integers"))
     group.add_argument(
-        "--input",
+        "--shape",
         action="append",
         default=[],
-        metavar="NAME=FILE[:KEY]",
-        help="a tensor of the operation; those not given are drawn",
+        metavar="NAME=8x64x56x56",
+        help="shape of a tensor, without --layer or not defined by it; may be repeated",
     )
+    group.add_argument(
+        "--dtype",
+        choices=("float16", "bfloat16", "float32", "float64"),
+        help="of drawn tensors (default: the layer's, or float32)",
+    )
+    group.add_argument("--layout", help="such as NHWC (default: channels first)")
+    group.add_argument("--seed", type=int, help="seed of the drawn tensors (default: 0)")
+    group.add_argument(
+        "--distribution",
+        choices=("normal", "uniform", "integers"),
+        help="of drawn elements (default: normal)",
+    )
+    if files:
+        group.add_argument(
+            "--input",
+            action="append",
+            default=[],
+            metavar="NAME=FILE[:KEY]",
+            help="a tensor of the operation; those not given are drawn",
+        )
     group.add_argument(
         "--param",
         action="append",
@@ -57,7 +81,13 @@ def problem_fields(options: argparse.Namespace) -> dict[str, Any]:
     }
     for name, text in named_values("--param", options.param):
         _set(fields, name, _value(text))
-    for name, source in named_values("--input", options.input):
+    shapes: dict[str, Any] = {}
+    for name, text in named_values("--shape", options.shape):
+        known_tensor("--shape", options.operation, name)
+        _set(shapes, name, shape_of(name, text))
+    if shapes:
+        _set(fields, "shapes", shapes)
+    for name, source in named_values("--input", getattr(options, "input", [])):
         known_tensor("--input", options.operation, name)
         _set(fields, name, read_tensor(name, source))
     return fields

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
+from numpy.lib.format import MAGIC_PREFIX
 from numpy.typing import NDArray
 
 from convgrad.cli._failures import UsageError
@@ -84,7 +85,12 @@ def _pick(name: str, tensors: Tensors, path: Path, key: str | None) -> NDArray[A
 
 
 def _read_npy(path: Path) -> Tensors:
-    return {"": np.load(path, allow_pickle=False)}
+    with path.open("rb") as file:
+        # NumPy takes other files for pickles, and a renamed .npz for what it is.
+        if file.read(len(MAGIC_PREFIX)) != MAGIC_PREFIX:
+            raise ValueError("it does not begin as a .npy file does")
+        file.seek(0)
+        return {"": np.load(file, allow_pickle=False)}
 
 
 def _read_npz(path: Path) -> Tensors:

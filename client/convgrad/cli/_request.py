@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -71,6 +72,13 @@ def named_values(option: str, texts: Iterable[str]) -> Iterable[tuple[str, str]]
         if not equals:
             raise UsageError(f"{option}: expected NAME=…, got {text!r}")
         yield name, value
+
+
+def shape_of(name: str, text: str) -> list[int]:
+    """Read the shape of tensor ``name``, such as 8x64x56x56."""
+    if not re.fullmatch(r"\d{1,9}(x\d{1,9}){0,7}", text):
+        raise UsageError(f"--shape: expected {name}=8x64x56x56 or the like, got {text!r}")
+    return [int(size) for size in text.split("x")]
 
 
 def _add_options(

@@ -61,9 +61,11 @@ def _timing_fields(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _lines(found: TimedPlan | PlanExplained) -> Iterator[str]:
-    yield f"{found.operation} {found.layer or ''} on {found.device.name}"
+    layer = "" if found.layer is None else f" {found.layer}"
+    yield f"{found.operation}{layer} on {found.device.name}"
     plan, reference = found.plan, found.reference
-    yield f"  {plan.kernel}, {plan.workspace_bytes:,} bytes of workspace, {plan.pieces} pieces"
+    pieces = "1 piece" if plan.pieces == 1 else f"{plan.pieces} pieces"
+    yield f"  {plan.kernel}, {plan.workspace_bytes:,} bytes of workspace, {pieces}"
     for passed in plan.passed_over:
         yield f"    not {passed.kernel}: {passed.reason}"
     yield (

@@ -56,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    add_problem_options(parser)
+    add_problem_options(parser, files=True)
     parser.add_argument("--suite", help="run --kernel on all layers of this suite or network")
     parser.add_argument(
         "--mine",

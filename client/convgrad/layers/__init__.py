@@ -81,8 +81,8 @@ def parse(words: str) -> Layer:
     near = nearest(words)
     hint = f"; did you mean {near!r}?" if near else ""
     raise MalformedRequest(
-        f"the layer {words[:80]!r} is not known; expected the name of a layer of "
-        f"{', '.join(suite_names()[:2])}, a benchdnn problem, a MIOpenDriver line, a PyTorch "
+        f"the layer {words[:80]!r} is not known; expected a name from the suites "
+        f"{' and '.join(suite_names()[:2])}, a benchdnn problem, a MIOpenDriver command, a PyTorch "
         f"module or an ONNX node{hint}"
     )
 

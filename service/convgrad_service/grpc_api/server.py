@@ -244,6 +244,7 @@ def _options(settings: Settings) -> list[tuple[str, int]]:
         ("grpc.keepalive_time_ms", ms(settings.body_idle_timeout_s)),
         ("grpc.keepalive_timeout_ms", ms(settings.body_idle_timeout_s)),
         ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.max_connection_idle_ms", ms(settings.keep_alive_s)),
         ("grpc.max_connection_age_ms", ms(settings.grpc_connection_age_s)),
         ("grpc.max_connection_age_grace_ms", ms(settings.max_timeout_s)),
         ("grpc.http2.max_frame_size", _FRAME_BYTES),

@@ -9,10 +9,9 @@ RFC 9112 forbids.
 from __future__ import annotations
 
 import asyncio
-import re
 import uuid
 from asyncio.events import TimerHandle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, ClassVar, cast
 
 import httptools
@@ -23,11 +22,11 @@ from uvicorn.protocols.http.httptools_impl import (
 )
 
 from convgrad.errors import MalformedRequest, Overloaded, RequestTimeout, ServiceError
-from convgrad.wire.sentences import shown
 from convgrad_service.engine.options import MAX_TRANSFER_S
 from convgrad_service.http_api.body import CONNECTION, Connection
 from convgrad_service.http_api.problem_details import HeadRefused, problem_details
 from convgrad_service.http_api.receive_into import Forwarding
+from convgrad_service.http_api.request_head import check_head
 from convgrad_service.server.settings import Settings
 
 # A body of more parts than this is refused if they are smaller than this on average: it would take
@@ -37,7 +36,6 @@ _MAX_PIPELINED = 16
 # Longer parts of an answer are not copied.
 _JOINED_BYTES = 64 * 1024
 _INTERIM = b"HTTP/1.1 1"  # 100 Continue: nothing follows until the client sends its body
-_HOST = re.compile(rb"[A-Za-z0-9\-._~!$&'()*+,;=:%\[\]]*")
 
 
 class GuardedProtocol(HttpToolsProtocol):
@@ -47,6 +45,8 @@ class GuardedProtocol(HttpToolsProtocol):
     _head_timer: TimerHandle | None = None
     _write_timer: TimerHandle | None = None
     _in_head = True
+    has_asked = False
+    """Whether a request has begun."""
     _read_bytes = 0
     """Bytes that were read of the head, or after it, with what frames the body."""
     _refusal: ServiceError | None = None
@@ -133,7 +133,7 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._repeating_head:
             return
         super().on_message_begin()
-        self._in_head = True
+        self._in_head = self.has_asked = True
         self._read_bytes = self._parts = self.parts_bytes = 0
         self._stop_head_timer()
 
@@ -198,6 +198,17 @@ class GuardedProtocol(HttpToolsProtocol):
         self.transport.set_protocol(protocol)
         self.transport.resume_reading()
         self.flow.read_paused = False
+
+    @property
+    def waiting_since_s(self) -> float | None:
+        """When the client had its answer, or connected, if nothing has come from it since."""
+        if self.transport.is_closing():
+            return None
+        if (timer := self.timeout_keep_alive_task) is not None:
+            return timer.when() - self.timeout_keep_alive
+        if self.has_asked or (timer := self._head_timer) is None:
+            return None
+        return timer.when() - self.settings.header_timeout_s
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -372,29 +383,3 @@ class CoalescedWriter:
     def is_closing(self) -> bool:
         """See `asyncio.BaseTransport`."""
         return self._transport.is_closing()
-
-
-def check_head(version: str, headers: Sequence[tuple[bytes, bytes]]) -> None:
-    """Raise HeadRefused for heads that RFC 9112 forbids; header names are in lower case.
-
-    That is another version than HTTP/1.0 or 1.1, a missing, repeated or invalid Host, and a
-    transfer coding other than chunked, or any in HTTP/1.0.
-    """
-    if version not in ("1.0", "1.1"):
-        raise HeadRefused(505, f"the request is in HTTP/{version}; expected HTTP/1.1")
-    hosts = [value for name, value in headers if name == b"host"]
-    listed = b",".join([value for name, value in headers if name == b"transfer-encoding"])
-    if len(hosts) != 1 and (hosts or version == "1.1"):
-        raise HeadRefused(400, f"the request has {len(hosts)} Host headers; expected one")
-    if hosts and not _HOST.fullmatch(hosts[0]):
-        raise HeadRefused(400, f"Host is {shown(hosts[0].decode('latin-1'))}, not a valid host")
-    if listed and version == "1.0":
-        raise HeadRefused(400, "HTTP/1.0 has no Transfer-Encoding")
-    codings = [coding.strip().lower() for coding in listed.split(b",")] if listed else []
-    if codings not in ([], [b"chunked"]):
-        # Only chunked, as the last coding, delimits the body.
-        framed = codings[-1] == b"chunked" and codings.count(b"chunked") == 1
-        raise HeadRefused(
-            501 if framed else 400,
-            f"Transfer-Encoding is {shown(listed.decode('latin-1'))}; expected chunked alone",
-        )

@@ -19,6 +19,8 @@ from convgrad_service.server.settings import Settings
 from convgrad_service.server.tls import server_context
 
 _log = logging.getLogger("convgrad.server")
+# How long a connection may wait for a request before another connection may take its place.
+_PATIENCE_S = 1.0
 
 
 class ConvgradServer(uvicorn.Server):
@@ -94,7 +96,7 @@ class ConvgradServer(uvicorn.Server):
         """Serve a connection as uvicorn would; return False if there are too many."""
         settings, tls = self._settings, self.config.ssl
         open_connections = len(self.server_state.connections) + len(self._handshakes)
-        has_room = open_connections < settings.max_connections
+        has_room = open_connections < settings.max_connections or self._make_room()
         if not has_room and tls is not None:
             connection.close()  # answering with an error would need a handshake
             return False
@@ -115,6 +117,28 @@ class ConvgradServer(uvicorn.Server):
         handshake.add_done_callback(self._handshake_done)
         return has_room
 
+    def _make_room(self) -> bool:
+        """Abort the connection that has waited longest for a request; return whether there is one.
+
+        Of those that have waited for `_PATIENCE_S`, connections that never sent any come first:
+        a client that opens many does not displace the others'.
+        """
+        latest_s = asyncio.get_running_loop().time() - _PATIENCE_S
+        waiting = [
+            (connection.has_asked, since_s, id(connection), connection)
+            for connection in self._connections()
+            if (since_s := connection.waiting_since_s) is not None and since_s < latest_s
+        ]
+        if waiting:
+            # Nothing is left to send, and close would wait for a TLS client's farewell.
+            min(waiting)[-1].transport.abort()
+        return bool(waiting)
+
+    def _connections(self) -> Iterator[GuardedProtocol]:
+        for connection in list(self.server_state.connections):
+            assert isinstance(connection, GuardedProtocol)  # noqa: S101 - as configured
+            yield connection
+
     def _handshake_done(self, handshake: asyncio.Task[object]) -> None:
         self._handshakes.discard(handshake)
         if not handshake.cancelled():
@@ -125,8 +149,7 @@ class ConvgradServer(uvicorn.Server):
         wants_exit = await super().on_tick(counter)
         if counter % 10 == 0:
             short = self._pipeline.engine.status.short_of_memory
-            for connection in list(self.server_state.connections):
-                assert isinstance(connection, GuardedProtocol)  # noqa: S101 - as configured
+            for connection in self._connections():
                 connection.abort_if_stuck(time.monotonic(), short_of_memory=short)
         if not wants_exit or self.force_exit:
             return wants_exit

@@ -35,7 +35,13 @@ def probe(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--live", action="store_true", help="check only whether the process answers"
     )
-    parser.add_argument("--timeout", type=float, default=5.0, metavar="SECONDS")
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=5.0,
+        metavar="SECONDS",
+        help="how long to wait for the answer (default: 5)",
+    )
     options = parser.parse_args(argv)
     try:
         # An error in the key file, which the server reloads, does not make the server unhealthy.

@@ -15,7 +15,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import signal
 import socket
 import subprocess
 from collections.abc import Callable
@@ -40,6 +39,7 @@ from convgrad_service.server.connection_dispatcher import ConnectionDispatcher
 from convgrad_service.server.front_ends import Serve, front_main, serve_grpc, serve_http
 from convgrad_service.server.http_server import listening_socket
 from convgrad_service.server.metrics import add_connection_metrics, add_metrics, add_process_metrics
+from convgrad_service.server.service_manager import ending_signals, notify
 from convgrad_service.server.settings import Settings
 
 _log = logging.getLogger("convgrad.serve")
@@ -300,14 +300,14 @@ class ProcessTree:
 
 
 async def run_until_signalled(tree: ProcessTree, started: Callable[[int], None]) -> None:
-    """Serve until SIGINT or SIGTERM, then let running requests finish unless a second one arrives.
+    """Serve until one of `ending_signals`, then let running requests finish unless another arrives.
 
     ``started`` is called with the gRPC port once everything listens. Raises like
     `ProcessTree.start`.
     """
     signals = asyncio.Queue[None]()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in ending_signals():
         loop.add_signal_handler(number, signals.put_nowait, None)
     starting = asyncio.ensure_future(tree.start())
     first = asyncio.ensure_future(signals.get())
@@ -317,11 +317,13 @@ async def run_until_signalled(tree: ProcessTree, started: Callable[[int], None])
             port = starting.result()
             freeze_startup_objects()
             started(port)
+            notify("READY=1")
             await asyncio.wait({first, *tree.local_tasks}, return_when=asyncio.FIRST_COMPLETED)
             if not first.done():
                 # Better no process than one that lives and serves nothing.
                 await asyncio.gather(*(task for task in tree.local_tasks if task.done()))
                 raise RuntimeError("a front end has ended")
+            notify("STOPPING=1")
             stopping = asyncio.ensure_future(tree.stop())
             second = asyncio.ensure_future(signals.get())
             await asyncio.wait({stopping, second}, return_when=asyncio.FIRST_COMPLETED)

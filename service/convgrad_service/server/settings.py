@@ -37,6 +37,8 @@ _Number = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 # 23 days: grpcio and poll() count milliseconds in 32 bits.
 _LONGEST_S = 2_000_000
 _Seconds = Annotated[_Number, Field(le=_LONGEST_S, json_schema_extra={"unit": "s"})]
+_WholeSeconds = Annotated[int, Field(gt=0, le=_LONGEST_S, json_schema_extra={"unit": "s"})]
+_Pause = Annotated[float, Field(ge=0, le=_LONGEST_S, json_schema_extra={"unit": "s"})]
 _Flops = Annotated[_Number, Field(json_schema_extra={"unit": "FLOP"})]
 _Count = Annotated[int, Field(gt=0, json_schema_extra={"unit": "count"})]
 # All are started at once: a slip of the keyboard must not exhaust the machine.
@@ -326,20 +328,15 @@ class Settings(BaseSettings):
         description="Maximum size of the request line and headers together.",
     )
     max_connections: _Count = Field(
-        default=512, description="Maximum number of open connections per HTTP process."
+        default=512,
+        description="Maximum number of open connections per HTTP process. For one more, one that "
+        "has waited a second for a request is closed; without any, the new one is refused.",
     )
-    keep_alive_s: int = Field(
-        default=75,
-        gt=0,
-        le=_LONGEST_S,
-        json_schema_extra={"unit": "s"},
-        description="How long an idle connection is kept open.",
+    keep_alive_s: _WholeSeconds = Field(
+        default=75, description="How long an idle connection is kept open."
     )
-    drain_s: float = Field(
+    drain_s: _Pause = Field(
         default=0.0,
-        ge=0,
-        le=_LONGEST_S,
-        json_schema_extra={"unit": "s"},
         description="How long the server keeps accepting requests after SIGINT or SIGTERM while it "
         "reports not ready, so that load balancers stop sending requests first. Choose it longer "
         "than a readiness probe takes to notice.",

@@ -5,7 +5,7 @@ Renewed certificate files apply to new connections without a restart.
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import ssl
 import time
 from collections.abc import Callable
@@ -14,6 +14,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from convgrad_service.server.settings import Settings
 
+_log = logging.getLogger("convgrad.server")
 # Minimum interval between checks whether the files have changed.
 _CHECK_S = 5.0
 
@@ -80,15 +81,21 @@ class _Reloaded(Generic[T]):
         self._files, self._make = [file for file in files if file is not None], make
         self._current = make()
         self._stamps, self._checked_s = _stamps(self._files), time.monotonic()
+        self._tried, self._failures = self._stamps, 0
 
     def current(self) -> T:
         """Return the value for the files' current contents, or the last one that was valid."""
         if time.monotonic() - self._checked_s > _CHECK_S:
             self._checked_s = time.monotonic()
             if (stamps := _stamps(self._files)) != self._stamps:
-                # The files may be half written; the next check tries again.
-                with contextlib.suppress(TlsError, OSError):
+                try:
                     self._current, self._stamps = self._make(), stamps
+                except (TlsError, OSError) as error:
+                    # The files may be half written; each check tries again, the second warns.
+                    self._failures = self._failures + 1 if stamps == self._tried else 1
+                    self._tried = stamps
+                    if self._failures == 2:
+                        _log.warning("%s; the previous certificate remains in use", error)
         return self._current
 
 

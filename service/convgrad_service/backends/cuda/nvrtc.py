@@ -136,8 +136,9 @@ def _main() -> None:
     A request is a line of JSON: source, name and options. So is the answer, with the log or the
     error, and the size of the cubin that follows it.
     """
-    # Ctrl-C in a terminal reaches every process; only the parent handles it.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Terminals and service managers send them to every process; only the parent handles them.
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     os.nice(_NICENESS)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     nvrtc = Nvrtc(sys.argv[1])

@@ -84,8 +84,9 @@ class PlanProcess:
 
 def main() -> None:
     """Plan one problem after another from standard input, until it is closed."""
-    # Ctrl-C in a terminal reaches every process; only the parent handles it.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Terminals and service managers send them to every process; only the parent handles them.
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     lower_priority()
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
     device, tuning = pickle.load(requests)  # noqa: S301 - our parent's

@@ -144,7 +144,7 @@ def main() -> None:
         libc.prctl(_PR_SET_NAME, name.encode()[:15])
     if os.getppid() != parent:
         return  # it died before PR_SET_PDEATHSIG took effect
-    # A terminal sends Ctrl-C to every process; the parent handles it.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # Terminals and service managers send them to every process; the parent handles them.
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     target(*arguments)

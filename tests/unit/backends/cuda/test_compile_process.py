@@ -219,6 +219,10 @@ def test_processes_are_started_ahead_and_used_again() -> None:
     with pytest.raises(CompileError, match="no_such_thing"):
         processes.compile(request("no_such_thing;"))
     assert idle(processes) == ahead
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):  # to the whole service
+        processes._idle[-1].send_signal(number)
+    processes.compile(request("__global__ void f() {}"))
+    assert idle(processes) == ahead
     # Someone else kills the one that would be next.
     processes._idle[-1].kill()
     processes._idle[-1].wait()

@@ -69,6 +69,15 @@ def test_a_killed_process_is_replaced(planner: PlanProcess) -> None:
     assert process_of(planner) != first
 
 
+def test_signals_to_a_whole_service_do_not_end_it(planner: PlanProcess) -> None:
+    planner.plan(PROBLEMS[0])
+    process = process_of(planner)
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+        os.kill(process, number)
+    assert planner.plan(PROBLEMS[1]) == plan_for(PROBLEMS[1], H200, FAMILIES)
+    assert process_of(planner) == process
+
+
 def test_it_ends_with_its_owner() -> None:
     made = PlanProcess(H200)
     process = process_of(made)
