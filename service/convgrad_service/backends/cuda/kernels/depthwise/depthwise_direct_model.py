@@ -23,7 +23,6 @@ from convgrad_service.plans.cuda.works import ConvWork
 
 __all__ = ["BLOCKS", "SHAPES", "THREADS", "DirectLayout", "across_of", "best_layout", "down_of"]
 __all__ += ["expected_s", "grid_of", "instance_layouts", "layouts_of", "parts_of", "read_columns"]
-__all__ += ["results_of", "summed_of"]
 
 THREADS, BLOCKS = 128, 4
 MOST_COLUMNS = 7
@@ -153,16 +152,6 @@ def instance_layouts(dtype: DType, vector: int) -> Iterator[DirectLayout]:
             yield DirectLayout(kernel, stride, 1, columns, vector, 8, line=True)
 
 
-def results_of(work: ConvWork) -> int:
-    """Return the channels of the result."""
-    return channels_of(work) // summed_of(work)
-
-
-def summed_of(work: ConvWork) -> int:
-    """Return the channels of the source that a result sums over."""
-    return work.out_channels if work.direction == "bwd_data" else 1
-
-
 def parts_of(work: ConvWork) -> tuple[int, int]:
     """Return the parts of a row of taps, and their columns."""
     stride = work.stride[2] if work.direction == "bwd_data" else 1
@@ -195,7 +184,7 @@ def grid_of(work: ConvWork, layout: DirectLayout) -> tuple[int, int]:
     """Return the tiles of channels, and the blocks of each."""
     lines = work.batch * work.sizes[1][0] * down_of(work, layout)
     return (
-        ceil_div(results_of(work), layout.vectors * layout.vector),
+        ceil_div(channels_of(work), layout.vectors * layout.vector),
         ceil_div(lines * across_of(work, layout), layout.places),
     )
 
@@ -214,7 +203,7 @@ def _reads(taps: int, stride: int, results: int, backward: bool) -> int:
 def _is_plane(work: ConvWork) -> bool:
     """Whether a plane's results are of one plane and adjacent taps."""
     return (
-        summed_of(work) == work.kernel[0] == work.stride[0] == 1
+        work.kernel[0] == work.stride[0] == 1
         and work.pad[0] == 0
         and work.input[0] == work.output[0]
         and not work.dilated
@@ -225,7 +214,7 @@ def _is_plane(work: ConvWork) -> bool:
 def layouts_of(work: ConvWork, device: CudaDevice) -> Iterator[DirectLayout]:
     """Yield the configurations that may be the fastest."""
     vector, stride = vector_of(work), work.stride[2]
-    all_vectors = ceil_div(results_of(work), vector)
+    all_vectors = ceil_div(channels_of(work), vector)
     sizes = set()
     for most in (FEWER_VECTORS, MOST_VECTORS):
         tiles = ceil_div(all_vectors, most)
@@ -271,7 +260,7 @@ def expected_s(work: ConvWork, device: CudaDevice, layout: DirectLayout) -> floa
         taps *= layout.kernel
     else:
         taps *= layout.vector
-        steps = most_steps = parts_of(work)[0] * summed_of(work)
+        steps = most_steps = parts_of(work)[0]
         for rows, stride in zip(work.kernel[:2], work.stride[:2], strict=True):
             steps *= rows / stride if backward else rows
             most_steps *= ceil_div(rows, stride) if backward else rows
@@ -282,7 +271,7 @@ def expected_s(work: ConvWork, device: CudaDevice, layout: DirectLayout) -> floa
         of_result += PLANE_RESULT * wavefronts(apart * scale, work.dtype)
     step = read * (of_read + layout.vector) + products + taps * cost.tap
     thread = cost.thread + results * of_result + steps * step
-    thread += layout.vectors * work.taps * summed_of(work) / THREADS * cost.weight
+    thread += layout.vectors * work.taps / THREADS * cost.weight
     # A block has a warp for each of an SM's four schedulers, which a single one does not keep busy.
     rounds = max(cost.alone, ceil_div(prod(grid_of(work, layout)), device.multiprocessors))
     busy_s = rounds * thread / cost.clocks_s
