@@ -243,7 +243,7 @@ LAST_GATHERS = (*DENSE, *IMPLICIT_GEMMS, GatherTile(), GatherDirect())
 
 FAMILIES = Families(
     fwd=(*DEPTHWISE, *GROUPED, *FIRST_FORWARD, COL2IM, *LAST_GATHERS),
-    bwd_data=(*DEPTHWISE, *GROUPED, *FIRST_DATA, *LAST_GATHERS),
+    bwd_data=(*DEPTHWISE, *GROUPED, DepthwiseDirect(sums=True), *FIRST_DATA, *LAST_GATHERS),
     bwd_weight=(
         *DEPTHWISE_WEIGHT,
         *GROUPED_WEIGHT,

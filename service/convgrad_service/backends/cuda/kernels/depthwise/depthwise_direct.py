@@ -21,13 +21,13 @@ from convgrad_service.backends.cuda.kernels.depthwise.depthwise_direct_model imp
     grid_of,
     instance_layouts,
     parts_of,
+    positions_adjacent,
     read_columns,
 )
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import (
     DTYPES,
     channel_strides_of,
     channels_of,
-    is_in_planes,
     spread_of,
     strides_of,
     turned,
@@ -43,6 +43,9 @@ from convgrad_service.plans.cuda.works import ConvWork
 __all__ = ["DepthwiseDirect"]
 
 MOST_INDEX = 2**31 - 1
+# Output channels per group that float32 gradients of the input sum over, channels last: up to 8,
+# grouped_gather takes 1.6 to 2.5 times as long on an H200 (36 layers).
+MOST_SUMMED = 8
 # The limit of gridDim.y.
 MOST_ALONG = 2**16 - 1
 # Words of x that a thread loads ahead: with a whole kernel, and with a row of taps at a time.
@@ -58,14 +61,18 @@ DepthwiseDirectArgs = structure("depthwise/depthwise_direct.cuh", "DepthwiseDire
 
 class DepthwiseDirect(Solver[ConvWork, DirectLayout]):
     """fwd and bwd_data with one input channel per group, of any number of channels, kernel and
-    padding, in one to three dimensions. Channels last, or with ``in_planes`` in any other order. In
-    bwd_data with one output channel per group, or with any number ``in_planes`` in up to two
-    dimensions."""
+    padding, in one to three dimensions. Channels last, or with ``in_planes`` in any other order.
+
+    bwd_data with several output channels per group, in up to two dimensions, is computed in planes,
+    and channels last up to ``MOST_SUMMED`` in float32; of 16-bit types, grouped kernels are mostly
+    faster. With ``sums``, always."""
 
     name = "depthwise_direct"
 
-    def __init__(self, layout: DirectLayout | None = None, *, in_planes: bool = False) -> None:
-        self._layout, self._in_planes = layout, in_planes
+    def __init__(
+        self, layout: DirectLayout | None = None, *, in_planes: bool = False, sums: bool = False
+    ) -> None:
+        self._layout, self._in_planes, self._sums = layout, in_planes, sums
         if in_planes:
             self.name = f"{self.name}_planes"
 
@@ -73,9 +80,14 @@ class DepthwiseDirect(Solver[ConvWork, DirectLayout]):
         work = turned(work)
         if (reason := why_not_depthwise(work, in_planes=self._in_planes)) is not None:
             return reason
+        summed = work.out_channels if work.direction == "bwd_data" else 1
+        if summed > 1 and not (
+            self._in_planes or self._sums or (work.dtype is DType.FLOAT32 and summed <= MOST_SUMMED)
+        ):
+            return f"sums over {summed} channels, which grouped kernels do faster"
         work = _channels_as_depth(work)
         if work.out_channels > 1 and work.direction == "bwd_data":
-            return f"sums over {work.out_channels} channels"
+            return f"sums over {summed} channels in three dimensions"
         if work.accumulate is not None and work.accumulate.strides != work.sides[1].strides:
             return "accumulate and the result have different strides"
         if work.stride[2] not in SHAPES:
@@ -147,7 +159,7 @@ class DepthwiseDirect(Solver[ConvWork, DirectLayout]):
         args.x_channel, args.y_channel = channel_strides_of(work)
         if backward:
             args.x_channel, args.y_channel = args.y_channel, args.x_channel
-        args.in_planes, args.by_places = is_in_planes(work), divider(layout.places)
+        args.in_planes, args.by_places = positions_adjacent(work), divider(layout.places)
         args.x, args.y = (
             first * side.strides[0] * side.dtype.itemsize for side in (source, result)
         )
@@ -176,7 +188,7 @@ def _channels_as_depth(work: ConvWork) -> ConvWork:
     as many slices of depth, by as many slices of taps: slice z has tap z."""
     many, conv = work.out_channels, work.conv
     flat = work.kernel[0] == work.input[0] == work.output[0] == 1 and work.pad[0] == 0
-    if many == 1 or work.direction != "bwd_data" or not is_in_planes(work) or not flat:
+    if many == 1 or work.direction != "bwd_data" or not flat:
         return work
     zero, y, w = (0, 0), work.y.strides, work.w.strides
     return replace(

@@ -11,8 +11,8 @@ from math import prod
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import (
     bytes_of,
+    channel_strides_of,
     channels_of,
-    is_in_planes,
     spread_of,
     vector_of,
     wavefronts,
@@ -22,7 +22,8 @@ from convgrad_service.plans.cuda.program import ceil_div
 from convgrad_service.plans.cuda.works import ConvWork
 
 __all__ = ["BLOCKS", "SHAPES", "THREADS", "DirectLayout", "across_of", "best_layout", "down_of"]
-__all__ += ["expected_s", "grid_of", "instance_layouts", "layouts_of", "parts_of", "read_columns"]
+__all__ += ["expected_s", "grid_of", "instance_layouts", "layouts_of", "parts_of"]
+__all__ += ["positions_adjacent", "read_columns"]
 
 THREADS, BLOCKS = 128, 4
 MOST_COLUMNS = 7
@@ -175,6 +176,12 @@ def across_of(work: ConvWork, layout: DirectLayout) -> int:
     return across if spread == 1 else min(across, work.sizes[1][2])
 
 
+def positions_adjacent(work: ConvWork) -> bool:
+    """Return whether adjacent threads have adjacent positions, as the result's channels are not
+    contiguous."""
+    return channel_strides_of(work)[0 if work.direction == "bwd_data" else 1] != 1
+
+
 def down_of(work: ConvWork, layout: DirectLayout) -> int:
     """Return the rows of positions in a plane of the result."""
     return _positions(work, 1, layout.rows) if layout.rows else work.sizes[1][1]
@@ -219,7 +226,7 @@ def layouts_of(work: ConvWork, device: CudaDevice) -> Iterator[DirectLayout]:
     for most in (FEWER_VECTORS, MOST_VECTORS):
         tiles = ceil_div(all_vectors, most)
         sizes.add(ceil_div(ceil_div(all_vectors, tiles), 8) * 8)
-    if is_in_planes(work):
+    if positions_adjacent(work):
         sizes = {size for size in PLANES if size == 1 or size <= all_vectors}
     columns, line = work.kernel[2], False
     known = shapes_of(work.dtype, vector)[stride]
@@ -265,7 +272,7 @@ def expected_s(work: ConvWork, device: CudaDevice, layout: DirectLayout) -> floa
             steps *= rows / stride if backward else rows
             most_steps *= ceil_div(rows, stride) if backward else rows
     of_read, of_result = cost.read, cost.result
-    if is_in_planes(work):
+    if positions_adjacent(work):
         apart = layout.columns if spread_of(work) == 1 else 1
         of_read += PLANE_READ * wavefronts(apart * (1 if backward else layout.stride), work.dtype)
         of_result += PLANE_RESULT * wavefronts(apart * scale, work.dtype)
