@@ -79,7 +79,7 @@ def only(family: DepthwiseDirect) -> EmulatedBackend:
 
 @pytest.fixture(scope="module")
 def emulated() -> EmulatedBackend:
-    return only(DepthwiseDirect(sums=True))
+    return only(DepthwiseDirect(most_summed=8))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -94,7 +94,7 @@ def test_layers(emulated: EmulatedBackend, seed: int, case: Case, dtype: str) ->
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_layers_in_planes(seed: int, case: Case, dtype: str) -> None:
-    emulated = only(DepthwiseDirect(in_planes=True))
+    emulated = only(DepthwiseDirect(in_planes=True, most_summed=8))
     for gate in ("exact", "bounded"):
         tensors, wanted = drawn(seed, case, dtype, gate)
         found = answers(emulated, case, tensors, with_layouts(case.ndim, grouped=False)[1])
@@ -157,7 +157,7 @@ def test_what_is_not_finite_stays_in_its_channel(
 
 def test_what_is_not_finite_stays_in_the_channel_that_sums_it(seed: int) -> None:
     case = FROM_CONV["conv_bwd_data"]("multiplier_2", LAYERS["multiplier_2"])
-    check_rule(only(DepthwiseDirect(in_planes=True)), seed, case, "bfloat16", "NCHW")
+    check_rule(only(DepthwiseDirect(in_planes=True, most_summed=8)), seed, case, "bfloat16", "NCHW")
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from convgrad.dtypes import DType
@@ -43,9 +43,6 @@ from convgrad_service.plans.cuda.works import ConvWork
 __all__ = ["DepthwiseDirect"]
 
 MOST_INDEX = 2**31 - 1
-# Output channels per group that float32 gradients of the input sum over, channels last: up to 8,
-# grouped_gather takes 1.6 to 2.5 times as long on an H200 (36 layers).
-MOST_SUMMED = 8
 # The limit of gridDim.y.
 MOST_ALONG = 2**16 - 1
 # Words of x that a thread loads ahead: with a whole kernel, and with a row of taps at a time.
@@ -63,28 +60,32 @@ class DepthwiseDirect(Solver[ConvWork, DirectLayout]):
     """fwd and bwd_data with one input channel per group, of any number of channels, kernel and
     padding, in one to three dimensions. Channels last, or with ``in_planes`` in any other order.
 
-    bwd_data with several output channels per group, in up to two dimensions, is computed in planes,
-    and channels last up to ``MOST_SUMMED`` in float32; of 16-bit types, grouped kernels are mostly
-    faster. With ``sums``, always."""
+    bwd_data sums over at most ``most_summed`` output channels per group, and in three dimensions
+    over one.
+    """
 
     name = "depthwise_direct"
 
     def __init__(
-        self, layout: DirectLayout | None = None, *, in_planes: bool = False, sums: bool = False
+        self,
+        layout: DirectLayout | None = None,
+        *,
+        in_planes: bool = False,
+        most_summed: int = 1,
+        dtypes: Sequence[DType] = DTYPES,
     ) -> None:
-        self._layout, self._in_planes, self._sums = layout, in_planes, sums
+        self._layout, self._in_planes = layout, in_planes
+        self._most_summed, self._dtypes = most_summed, dtypes
         if in_planes:
             self.name = f"{self.name}_planes"
 
     def solve(self, work: ConvWork, device: CudaDevice) -> DirectLayout | str:
         work = turned(work)
-        if (reason := why_not_depthwise(work, in_planes=self._in_planes)) is not None:
+        if (reason := why_not_depthwise(work, self._dtypes, in_planes=self._in_planes)) is not None:
             return reason
         summed = work.out_channels if work.direction == "bwd_data" else 1
-        if summed > 1 and not (
-            self._in_planes or self._sums or (work.dtype is DType.FLOAT32 and summed <= MOST_SUMMED)
-        ):
-            return f"sums over {summed} channels, which grouped kernels do faster"
+        if summed > self._most_summed:
+            return f"sums over {summed} channels"
         work = _channels_as_depth(work)
         if work.out_channels > 1 and work.direction == "bwd_data":
             return f"sums over {summed} channels in three dimensions"
