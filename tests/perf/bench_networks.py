@@ -5,9 +5,10 @@
 Times the layers of `suite/networks.json` as bench_gpu.py does (graph replay, one process, the same
 tensors), in short samples so that several hundred take a minute, and writes
 `tests/perf/results/networks.jsonl`: the fields of bench_gpu and `batch`, a line for each layer,
-batch, operation, type and layout, in place of an older run's. `--suite` takes layers of other
-networks, as model_layers.py lists them. Ends with a table by class and batch, and the sums of each
-network. Needs a GPU, CuPy and PyTorch.
+batch, operation, type and layout, in place of an older run's. `--types` measures other dtypes and
+layouts at batch 32, for `network_types.jsonl`. `--suite` takes layers of other networks, as
+model_layers.py lists them. Ends with a table by class and batch, and the sums of each network. Needs
+a GPU, CuPy and PyTorch.
 
 Plans are made and kernels compiled in parallel before anything is timed. Each result is compared
 with cuDNN's, from a poisoned output; `--float64` compares with a float64 computation, which takes
@@ -43,6 +44,9 @@ from tests.perf.stale import standing_keys
 HERE = Path(__file__).resolve().parent
 SUITE, RESULTS = HERE / "suite" / "networks.json", HERE / "results" / "networks.jsonl"
 BATCHES = (1, 8, 32, 128)
+# What else is stored, at one batch: dtypes, layouts and precisions.
+TYPES = (("float32", "NCHW", "highest"), ("float32", "NHWC", "high"), ("bfloat16", "NCHW", "high"))
+OF_TYPES, TYPES_BATCH = HERE / "results" / "network_types.jsonl", 32
 # Networks of videos, sounds and large images fill a GPU at smaller batches.
 LARGEST_BATCH = {"tvv:r2plus1d_18": 32, "tvv:r3d_18": 32, "ta:wav2vec2_base": 32}
 LARGEST_BATCH |= {"tvs:deeplabv3_resnet50": 32}
@@ -91,6 +95,13 @@ class Wanted:
         return replace(case, problem=self.problem)
 
 
+def types_of(given: argparse.Namespace) -> list[tuple[str, str, str]]:
+    """Dtypes, layouts and precisions."""
+    if given.types:
+        return list(TYPES)
+    return [(dtype, layout, given.precision) for dtype in given.dtypes for layout in given.layouts]
+
+
 def wanted_of(given: argparse.Namespace) -> list[Wanted]:
     """Layer by layer, so that its operations follow each other."""
     layers = [
@@ -100,9 +111,8 @@ def wanted_of(given: argparse.Namespace) -> list[Wanted]:
         and (not given.classes or layer["class"] in given.classes)
     ]
     return [
-        Wanted({**layer, "N": batch}, op, dtype, layout, given.precision)
-        for dtype in given.dtypes
-        for layout in given.layouts
+        Wanted({**layer, "N": batch}, op, dtype, layout, precision)
+        for dtype, layout, precision in types_of(given)
         for batch in given.batches
         for layer in layers
         if any(batch <= LARGEST_BATCH.get(network, batch) for network in layer["networks"])
@@ -114,7 +124,8 @@ def no_longer_hold(
     wanted: Sequence[Wanted], plans: Sequence[CudaPlan], results: Path
 ) -> tuple[list[Wanted], list[CudaPlan]]:
     """Rows that are not stored, or whose kernels have changed or are not chosen any more."""
-    rows = map(json.loads, results.read_text(encoding="utf-8").splitlines())
+    lines = results.read_text(encoding="utf-8").splitlines() if results.exists() else []
+    rows = map(json.loads, lines)
     kernels = {key_of(row): row["kernel"] for row in rows}
     standing = standing_keys(results, key_of)
     pairs = [
@@ -236,18 +247,21 @@ def main() -> None:
     parser.add_argument("--networks", nargs="*", default=[], help="none means all")
     parser.add_argument("--classes", nargs="*", default=[], help="none means all")
     parser.add_argument("--suite", type=Path, default=SUITE, help="as model_layers.py makes it")
-    parser.add_argument("--batches", nargs="*", type=int, default=BATCHES)
+    parser.add_argument("--batches", nargs="*", type=int)
     parser.add_argument("--ops", nargs="*", default=GRADIENTS, help="conv_fwd too")
     parser.add_argument("--dtypes", nargs="*", default=["bfloat16"])
     parser.add_argument("--layouts", nargs="*", default=["NHWC"])
+    parser.add_argument("--types", action="store_true", help="other dtypes and layouts, batch 32")
     parser.add_argument("--precision", choices=("high", "highest"), default="high")
     parser.add_argument("--samples", type=int, default=12)
     parser.add_argument("--stale", action="store_true", help="only rows missing or out of date")
     parser.add_argument("--seconds", type=float, help="stop measuring after so many")
     parser.add_argument("--float64", action="store_true", help="compare with float64")
     parser.add_argument("--git-sha", help="of the tree, where there is no git to ask")
-    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--results", type=Path)
     given = parser.parse_args()
+    given.results = given.results or (OF_TYPES if given.types else RESULTS)
+    given.batches = given.batches or ([TYPES_BATCH] if given.types else BATCHES)
     bench = Bench(given.samples)
     started_s = time.monotonic()
     wanted = wanted_of(given)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from tests.perf.records import Record, records, source_line
@@ -15,6 +15,7 @@ __all__ = [
     "losses_table",
     "network_classes_table",
     "network_sums",
+    "network_types_table",
     "networks_table",
     "training_short_table",
     "training_table",
@@ -112,30 +113,62 @@ def network_classes_table() -> str:
     rows = records("networks")
     if not rows:
         return ""
-    groups: dict[tuple[str, str, int], list[tuple[float, str]]] = {}
-    for row in rows:
-        ratio = row["peer_ms"] / row["ours_ms"]
-        key = row["class"], row["op"], row["batch"]
-        groups.setdefault(key, []).append((ratio, row["layer"]))
     slow = [row for row in rows if row["peer_ms"] < SLOWER * row["ours_ms"]]
-    lines = [
+    said = (
         f"Of {len(rows)} rows, {len(slow)} are over {1 - SLOWER:.0%} slower; "
         f"{sum(row['ours_ms'] - row['peer_ms'] <= SMALL_MS for row in slow)} of these lose at most "
-        f"{SMALL_MS * 1e3:.0f} µs.",
-        "",
-        "| class | operation | batch | layers | times as fast as cuDNN, geometric mean "
+        f"{SMALL_MS * 1e3:.0f} µs."
+    )
+    table = _by_group(rows, ("class", "operation", "batch"), _class_of)
+    return "\n".join([said, "", *table, "", source_line(rows, "make bench-networks")])
+
+
+def network_types_table() -> str:
+    """The layers of all networks in other dtypes and layouts: the mean and the losses."""
+    rows = records("network_types")
+    if not rows:
+        return ""
+    table = _by_group(rows, ("dtype", "layout", "class", "operation"), _type_of)
+    return "\n".join([*table, "", source_line(rows, "make bench-networks")])
+
+
+def _class_of(row: Record) -> tuple[str, ...]:
+    return row["class"], row["op"], f"{row['batch']}"
+
+
+def _type_of(row: Record) -> tuple[str, ...]:
+    precision = row.get("precision")
+    dtype = row["dtype"] + (f", `{precision}`" if precision else "")
+    return dtype, row["layout"], row["class"], row["op"]
+
+
+def _by_group(
+    rows: Iterable[Record], heads: Iterable[str], group_of: Callable[[Record], tuple[str, ...]]
+) -> list[str]:
+    """A line for each group of rows: the peer's time over ours, and the layers that are slower."""
+    groups: dict[tuple[str, ...], list[tuple[float, str]]] = {}
+    for row in rows:
+        groups.setdefault(group_of(row), []).append((row["peer_ms"] / row["ours_ms"], row["layer"]))
+    names = list(heads)
+    lines = [
+        f"| {' | '.join(names)} | layers | times as fast as cuDNN, geometric mean "
         f"| share of layers slower than {SLOWER}x | the worst |",
-        "| --- | --- | ---: | ---: | ---: | ---: | --- |",
+        f"|{''.join(' ---: |' if name == 'batch' else ' --- |' for name in names)} ---: | ---: "
+        "| ---: | --- |",
     ]
-    for (kind, op, batch), found in sorted(groups.items()):
+    for group, found in sorted(groups.items(), key=_numbers_in_order):
         mean = statistics.geometric_mean(ratio for ratio, _ in found)
         slower = sum(ratio < SLOWER for ratio, _ in found) / len(found)
         ratio, layer = min(found)
         lines.append(
-            f"| {kind} | {op} | {batch} | {len(found)} | {mean:.2f}x | {slower:.0%} "
+            f"| {' | '.join(group)} | {len(found)} | {mean:.2f}x | {slower:.0%} "
             f"| {ratio:.2f}x `{layer}` |"
         )
-    return "\n".join([*lines, "", source_line(rows, "make bench-networks")])
+    return lines
+
+
+def _numbers_in_order(item: tuple[tuple[str, ...], object]) -> list[tuple[int, str]]:
+    return [(int(text) if text.isdigit() else 0, text) for text in item[0]]
 
 
 _TRAINING = (

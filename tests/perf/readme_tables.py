@@ -46,6 +46,7 @@ TABLES: Mapping[Path, Mapping[str, Callable[[], str]]] = {
     REFERENCE / "errors.md": {"errors": errors_table},
     SPEED: {
         "network_classes": network_tables.network_classes_table,
+        "network_types": network_tables.network_types_table,
         "training": network_tables.training_table,
         "host": network_tables.host_table,
         "losses": network_tables.losses_table,
@@ -78,6 +79,7 @@ TABLES: Mapping[Path, Mapping[str, Callable[[], str]]] = {
 OF_GPU: Mapping[str, tuple[str, ...]] = {
     "gpu": ("gpu",),
     "networks": ("networks", "network_classes"),
+    "network_types": ("network_types",),
     "poolings": ("poolings",),
 }
 

@@ -29,7 +29,7 @@ __all__ = ["BENCHES", "stale_rows", "standing_keys", "why_stale"]
 RESULTS = Path(__file__).resolve().parent / "results"
 SUITE = Path(__file__).resolve().parent / "suite" / "networks.json"
 # Whose rows say from which sources they were measured.
-BENCHES = ("gpu", "networks", "poolings")
+BENCHES = ("gpu", "networks", "network_types", "poolings")
 
 
 def why_stale(row: Mapping[str, Any]) -> str | None:

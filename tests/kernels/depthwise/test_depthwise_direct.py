@@ -65,14 +65,11 @@ LAYERS: dict[str, Conv] = {
 }
 
 
-IN_PLANES = [
+CASES = [
     FROM_CONV[operation](name, conv)
     for operation in ("conv_bwd_data", "conv_fwd")
     for name, conv in LAYERS.items()
-    if operation == "conv_fwd" or name != "dilated_by_two_steps"
-]
-CASES = [
-    case for case in IN_PLANES if case.operation == "conv_fwd" or "multiplier" not in case.name
+    if operation == "conv_fwd" or name not in ("dilated_by_two_steps", "multiplier_2_3d")
 ]
 
 
@@ -82,7 +79,7 @@ def only(family: DepthwiseDirect) -> EmulatedBackend:
 
 @pytest.fixture(scope="module")
 def emulated() -> EmulatedBackend:
-    return only(DepthwiseDirect())
+    return only(DepthwiseDirect(most_summed=8))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -95,9 +92,9 @@ def test_layers(emulated: EmulatedBackend, seed: int, case: Case, dtype: str) ->
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("case", IN_PLANES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_layers_in_planes(seed: int, case: Case, dtype: str) -> None:
-    emulated = only(DepthwiseDirect(in_planes=True))
+    emulated = only(DepthwiseDirect(in_planes=True, most_summed=8))
     for gate in ("exact", "bounded"):
         tensors, wanted = drawn(seed, case, dtype, gate)
         found = answers(emulated, case, tensors, with_layouts(case.ndim, grouped=False)[1])
@@ -160,4 +157,15 @@ def test_what_is_not_finite_stays_in_its_channel(
 
 def test_what_is_not_finite_stays_in_the_channel_that_sums_it(seed: int) -> None:
     case = FROM_CONV["conv_bwd_data"]("multiplier_2", LAYERS["multiplier_2"])
-    check_rule(only(DepthwiseDirect(in_planes=True)), seed, case, "bfloat16", "NCHW")
+    check_rule(only(DepthwiseDirect(in_planes=True, most_summed=8)), seed, case, "bfloat16", "NCHW")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "multiplier", "family"),
+    [("float32", 8, "depthwise_direct"), ("bfloat16", 8, "grouped_gather")],
+)
+def test_who_sums_channels_last(dtype: str, multiplier: int, family: str) -> None:
+    case = FROM_CONV["conv_bwd_data"]("sums", layer(1, 16, (5, 6), (3, 3), 1, 1, 1, multiplier))
+    tensors, _ = drawn(0, case, dtype, "bounded")
+    problem, _ = problem_and_tensors(case, tensors, "NHWC")
+    assert EmulatedBackend(FAMILIES).explain(problem).kernel == f"{family}_bwd_data"

@@ -4,8 +4,8 @@
 //
 // forward   y[n, z, p, q, c] = sum over (t, r, s) of w[c, t, r, s] *
 //           x[n, z*sd + t*dd - pd, p*sh + r*dh - ph, q*STRIDE + s*dw - pw, c / multiplier]
-// backward  y[n, i, j, k, c] = sum over e, (t, r, s) and (z, p, q) with i = z*sd + t*dd - pd, ... of
-//           w[c * multiplier + e, t, r, s] * x[n, z, p, q, c * multiplier + e]
+// backward  y[n, i, j, k, c] = sum over (t, r, s) and (z, p, q) with i = z*sd + t*dd - pd, ... of
+//           w[c, t, r, s] * x[n, z, p, q, c]
 // then finish() of core/epilogue.cuh, and one rounding. A thread has VECTOR adjacent channels of a tile
 // of results (depthwise_direct.cuh). Backward with stride 1 along W is forward along W, with flipped
 // taps; with ROWS > 0 along H too. BACKWARD is the other.
@@ -19,11 +19,11 @@
 // of channels, positions.
 // Shared memory: the weights of the tile's channels as they are in memory. A thread's are an odd number
 // of words apart where the number of taps is odd, so that reads have no conflicts.
-// Deterministic: sums are in the order of x's rows, then columns (ROWS = 0: of e, t, r and parts, then
+// Deterministic: sums are in the order of x's rows, then columns (ROWS = 0: of t, r and parts, then
 // columns). Padding is read as zeros.
 // Preconditions: contiguous weights; strides and channels in multiples of VECTOR; an
-// image's extent below 2^31 elements; positions below 2^31; VECTOR = 1 with a multiplier, and backward
-// ROWS = 0; backward: no dimension that is both strided and dilated. BACKWARD: parts in multiples of STRIDE. A dependent launch may
+// image's extent below 2^31 elements; positions below 2^31; VECTOR = 1 with a multiplier;
+// backward: no dimension that is both strided and dilated. BACKWARD: parts in multiples of STRIDE. A dependent launch may
 // start with this kernel (ptx/pdl.cuh).
 #include "depthwise/depthwise_direct.cuh"
 #include "ptx/pdl.cuh"
@@ -38,10 +38,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
   const int first_channel = blockIdx.x * args.vectors * VECTOR;
   const int taps =
       KERNEL_H > 1 ? KERNEL_H * KERNEL : args.kernel[0] * args.kernel[1] * args.kernel[2];
-  const int all_taps = ROWS > 0 ? taps : args.summed * taps;
-  const int words = min(args.vectors, (args.channels - first_channel) / VECTOR) * all_taps;
-  const Raw* const weights_of_tile =
-      static_cast<const Raw*>(args.w) + first_channel / VECTOR * all_taps;
+  const int words = min(args.vectors, (args.channels - first_channel) / VECTOR) * taps;
+  const Raw* const weights_of_tile = static_cast<const Raw*>(args.w) + first_channel / VECTOR * taps;
   T* const all_weights = reinterpret_cast<T*>(shared);
   const auto keep_weights = [&](int word, Raw raw) {
     if (!args.flipped) {
@@ -90,16 +88,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
   }
   __syncthreads();
   float sums[kOwnRows][kOwnColumns][VECTOR] = {};
-  const unsigned char* weights = shared + vector * VECTOR * all_taps * static_cast<int>(sizeof(T));
-  mainloop.run(weights, taps, sums);
-#if ROWS == 0
-#pragma unroll 1
-  for (int e = 1; e < args.summed; ++e) {
-    weights += taps * static_cast<int>(sizeof(T));
-    mainloop.next_channel();
-    mainloop.run(weights, taps, sums);
-  }
-#endif
+  mainloop.run(shared + vector * VECTOR * taps * static_cast<int>(sizeof(T)), taps, sums);
 
   if (!active) return;
 #if BACKWARD

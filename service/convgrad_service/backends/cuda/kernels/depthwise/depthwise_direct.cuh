@@ -21,7 +21,6 @@ struct DepthwiseDirectArgs {
   int activation;
   int finishes;  // whether a result is anything but its sum
   int channels;  // of the result
-  int summed;    // channels of x that a result sums over
   int x_size[3];
   int y_size[3];
   int kernel[3];
@@ -43,7 +42,6 @@ struct DepthwiseDirectArgs {
   Divider by_vectors, by_across, by_down, by_planes, by_stride[2], by_period, by_spread, by_multiplier;
   // With VECTOR = 1: between channels of x and of y, and whether adjacent threads have adjacent positions.
   i64 x_channel, y_channel;
-  i64 summed_channel;  // between the channels of x that a result sums over
   int in_planes;
   Divider by_places;
 };
@@ -236,13 +234,6 @@ class Mainloop {
   __device__ __forceinline__ void load_first() {
 #pragma unroll
     for (int i = 0; i < AHEAD; ++i) load(i, i < steps_);
-  }
-
-  // The next channel of x that the results sum over.
-  __device__ __forceinline__ void next_channel() {
-    image_ += args_.summed_channel;
-    part_ = r_ = t_ = 0;
-    load_first();
   }
 
   __device__ __forceinline__ void run(const unsigned char* own, int taps,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from convgrad.dtypes import DType
@@ -21,14 +21,13 @@ from convgrad_service.backends.cuda.kernels.depthwise.depthwise_direct_model imp
     grid_of,
     instance_layouts,
     parts_of,
+    positions_adjacent,
     read_columns,
-    results_of,
-    summed_of,
 )
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import (
     DTYPES,
     channel_strides_of,
-    is_in_planes,
+    channels_of,
     spread_of,
     strides_of,
     turned,
@@ -59,22 +58,37 @@ DepthwiseDirectArgs = structure("depthwise/depthwise_direct.cuh", "DepthwiseDire
 
 class DepthwiseDirect(Solver[ConvWork, DirectLayout]):
     """fwd and bwd_data with one input channel per group, of any number of channels, kernel and
-    padding, in one to three dimensions. Channels last, then in bwd_data with one output channel per
-    group; or with ``in_planes`` in any other order."""
+    padding, in one to three dimensions. Channels last, or with ``in_planes`` in any other order.
+
+    bwd_data sums over at most ``most_summed`` output channels per group, and in three dimensions
+    over one.
+    """
 
     name = "depthwise_direct"
 
-    def __init__(self, layout: DirectLayout | None = None, *, in_planes: bool = False) -> None:
+    def __init__(
+        self,
+        layout: DirectLayout | None = None,
+        *,
+        in_planes: bool = False,
+        most_summed: int = 1,
+        dtypes: Sequence[DType] = DTYPES,
+    ) -> None:
         self._layout, self._in_planes = layout, in_planes
+        self._most_summed, self._dtypes = most_summed, dtypes
         if in_planes:
             self.name = f"{self.name}_planes"
 
     def solve(self, work: ConvWork, device: CudaDevice) -> DirectLayout | str:
         work = turned(work)
-        if (reason := why_not_depthwise(work, in_planes=self._in_planes)) is not None:
+        if (reason := why_not_depthwise(work, self._dtypes, in_planes=self._in_planes)) is not None:
             return reason
-        if summed_of(work) > 1 and not self._in_planes:
-            return f"sums over {work.out_channels} channels"
+        summed = work.out_channels if work.direction == "bwd_data" else 1
+        if summed > self._most_summed:
+            return f"sums over {summed} channels"
+        work = _channels_as_depth(work)
+        if work.out_channels > 1 and work.direction == "bwd_data":
+            return f"sums over {summed} channels in three dimensions"
         if work.accumulate is not None and work.accumulate.strides != work.sides[1].strides:
             return "accumulate and the result have different strides"
         if work.stride[2] not in SHAPES:
@@ -94,7 +108,7 @@ class DepthwiseDirect(Solver[ConvWork, DirectLayout]):
         return device.why_not_shared(_shared_bytes(work, layout)) or layout
 
     def fragment(self, work: ConvWork, device: CudaDevice, layout: DirectLayout) -> Fragment:
-        work = turned(work)
+        work = _channels_as_depth(turned(work))
         # Several launches, if a grid does not hold all images.
         images = _launched_images(work, layout)
         launches = (
@@ -126,8 +140,7 @@ class DepthwiseDirect(Solver[ConvWork, DirectLayout]):
         args.alpha, args.beta = work.alpha, work.beta
         args.activation = ACTIVATIONS[work.activation]
         args.finishes = not work.epilogue_free
-        args.channels, args.summed = results_of(work), summed_of(work)
-        args.backward, args.period = backward, period
+        args.channels, args.backward, args.period = channels_of(work), backward, period
         args.x_size[:], args.y_size[:] = work.sizes
         args.kernel[:], args.pad[:] = work.kernel, pad
         args.stride[:], args.dilation[:] = work.stride[:2], work.dilation[:2]
@@ -143,12 +156,11 @@ class DepthwiseDirect(Solver[ConvWork, DirectLayout]):
             by.factor, by.shift = divider(stride)
         args.spread = spread_of(work)
         args.by_period, args.by_spread = divider(period), divider(args.spread)
-        args.by_multiplier = divider(1 if backward else work.out_channels)
+        args.by_multiplier = divider(work.out_channels)
         args.x_channel, args.y_channel = channel_strides_of(work)
         if backward:
-            args.summed_channel = args.y_channel
-            args.x_channel, args.y_channel = args.y_channel * args.summed, args.x_channel
-        args.in_planes, args.by_places = is_in_planes(work), divider(layout.places)
+            args.x_channel, args.y_channel = args.y_channel, args.x_channel
+        args.in_planes, args.by_places = positions_adjacent(work), divider(layout.places)
         args.x, args.y = (
             first * side.strides[0] * side.dtype.itemsize for side in (source, result)
         )
@@ -172,6 +184,31 @@ class DepthwiseDirect(Solver[ConvWork, DirectLayout]):
         ]
 
 
+def _channels_as_depth(work: ConvWork) -> ConvWork:
+    """Return a gradient that sums over the planes of several output channels as one that sums over
+    as many slices of depth, by as many slices of taps: slice z has tap z."""
+    many, conv = work.out_channels, work.conv
+    flat = work.kernel[0] == work.input[0] == work.output[0] == 1 and work.pad[0] == 0
+    if many == 1 or work.direction != "bwd_data" or not flat:
+        return work
+    zero, y, w = (0, 0), work.y.strides, work.w.strides
+    return replace(
+        work,
+        conv=replace(
+            conv,
+            out_channels=work.groups,
+            input_size=work.input,
+            output_size=(many, *work.output[1:]),
+            kernel_size=(many, *work.kernel[1:]),
+            stride=(1, *work.stride[1:]),
+            padding=(zero, *([zero] * 3 + list(conv.padding))[-2:]),
+            dilation=(-1, *work.dilation[1:]),
+        ),
+        w=replace(work.w, strides=(w[0], 0, w[2], w[1], *w[4:])),
+        y=replace(work.y, strides=(y[0], y[1], 0, y[2], *y[4:])),
+    )
+
+
 def _launched_images(work: ConvWork, layout: DirectLayout) -> int:
     """Return the images of a launch; 0 if a grid does not hold the blocks of one."""
     positions = work.sizes[1][0] * down_of(work, layout) * across_of(work, layout)
@@ -193,7 +230,7 @@ def _contiguous(work: ConvWork) -> bool:
 
 
 def _shared_bytes(work: ConvWork, layout: DirectLayout) -> int:
-    return layout.vectors * layout.vector * work.taps * summed_of(work) * work.dtype.itemsize
+    return layout.vectors * layout.vector * work.taps * work.dtype.itemsize
 
 
 def _instance(dtype: DType, backward: bool, layout: DirectLayout) -> Instance:

@@ -11,8 +11,8 @@ from math import prod
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import (
     bytes_of,
+    channel_strides_of,
     channels_of,
-    is_in_planes,
     spread_of,
     vector_of,
     wavefronts,
@@ -22,8 +22,8 @@ from convgrad_service.plans.cuda.program import ceil_div
 from convgrad_service.plans.cuda.works import ConvWork
 
 __all__ = ["BLOCKS", "SHAPES", "THREADS", "DirectLayout", "across_of", "best_layout", "down_of"]
-__all__ += ["expected_s", "grid_of", "instance_layouts", "layouts_of", "parts_of", "read_columns"]
-__all__ += ["results_of", "summed_of"]
+__all__ += ["expected_s", "grid_of", "instance_layouts", "layouts_of", "parts_of"]
+__all__ += ["positions_adjacent", "read_columns"]
 
 THREADS, BLOCKS = 128, 4
 MOST_COLUMNS = 7
@@ -153,16 +153,6 @@ def instance_layouts(dtype: DType, vector: int) -> Iterator[DirectLayout]:
             yield DirectLayout(kernel, stride, 1, columns, vector, 8, line=True)
 
 
-def results_of(work: ConvWork) -> int:
-    """Return the channels of the result."""
-    return channels_of(work) // summed_of(work)
-
-
-def summed_of(work: ConvWork) -> int:
-    """Return the channels of the source that a result sums over."""
-    return work.out_channels if work.direction == "bwd_data" else 1
-
-
 def parts_of(work: ConvWork) -> tuple[int, int]:
     """Return the parts of a row of taps, and their columns."""
     stride = work.stride[2] if work.direction == "bwd_data" else 1
@@ -186,6 +176,12 @@ def across_of(work: ConvWork, layout: DirectLayout) -> int:
     return across if spread == 1 else min(across, work.sizes[1][2])
 
 
+def positions_adjacent(work: ConvWork) -> bool:
+    """Return whether adjacent threads have adjacent positions, as the result's channels are not
+    contiguous."""
+    return channel_strides_of(work)[0 if work.direction == "bwd_data" else 1] != 1
+
+
 def down_of(work: ConvWork, layout: DirectLayout) -> int:
     """Return the rows of positions in a plane of the result."""
     return _positions(work, 1, layout.rows) if layout.rows else work.sizes[1][1]
@@ -195,7 +191,7 @@ def grid_of(work: ConvWork, layout: DirectLayout) -> tuple[int, int]:
     """Return the tiles of channels, and the blocks of each."""
     lines = work.batch * work.sizes[1][0] * down_of(work, layout)
     return (
-        ceil_div(results_of(work), layout.vectors * layout.vector),
+        ceil_div(channels_of(work), layout.vectors * layout.vector),
         ceil_div(lines * across_of(work, layout), layout.places),
     )
 
@@ -214,7 +210,7 @@ def _reads(taps: int, stride: int, results: int, backward: bool) -> int:
 def _is_plane(work: ConvWork) -> bool:
     """Whether a plane's results are of one plane and adjacent taps."""
     return (
-        summed_of(work) == work.kernel[0] == work.stride[0] == 1
+        work.kernel[0] == work.stride[0] == 1
         and work.pad[0] == 0
         and work.input[0] == work.output[0]
         and not work.dilated
@@ -225,12 +221,12 @@ def _is_plane(work: ConvWork) -> bool:
 def layouts_of(work: ConvWork, device: CudaDevice) -> Iterator[DirectLayout]:
     """Yield the configurations that may be the fastest."""
     vector, stride = vector_of(work), work.stride[2]
-    all_vectors = ceil_div(results_of(work), vector)
+    all_vectors = ceil_div(channels_of(work), vector)
     sizes = set()
     for most in (FEWER_VECTORS, MOST_VECTORS):
         tiles = ceil_div(all_vectors, most)
         sizes.add(ceil_div(ceil_div(all_vectors, tiles), 8) * 8)
-    if is_in_planes(work):
+    if positions_adjacent(work):
         sizes = {size for size in PLANES if size == 1 or size <= all_vectors}
     columns, line = work.kernel[2], False
     known = shapes_of(work.dtype, vector)[stride]
@@ -271,18 +267,18 @@ def expected_s(work: ConvWork, device: CudaDevice, layout: DirectLayout) -> floa
         taps *= layout.kernel
     else:
         taps *= layout.vector
-        steps = most_steps = parts_of(work)[0] * summed_of(work)
+        steps = most_steps = parts_of(work)[0]
         for rows, stride in zip(work.kernel[:2], work.stride[:2], strict=True):
             steps *= rows / stride if backward else rows
             most_steps *= ceil_div(rows, stride) if backward else rows
     of_read, of_result = cost.read, cost.result
-    if is_in_planes(work):
+    if positions_adjacent(work):
         apart = layout.columns if spread_of(work) == 1 else 1
         of_read += PLANE_READ * wavefronts(apart * (1 if backward else layout.stride), work.dtype)
         of_result += PLANE_RESULT * wavefronts(apart * scale, work.dtype)
     step = read * (of_read + layout.vector) + products + taps * cost.tap
     thread = cost.thread + results * of_result + steps * step
-    thread += layout.vectors * work.taps * summed_of(work) / THREADS * cost.weight
+    thread += layout.vectors * work.taps / THREADS * cost.weight
     # A block has a warp for each of an SM's four schedulers, which a single one does not keep busy.
     rounds = max(cost.alone, ceil_div(prod(grid_of(work, layout)), device.multiprocessors))
     busy_s = rounds * thread / cost.clocks_s
