@@ -7,8 +7,8 @@ tensors), in short samples so that several hundred take a minute, and writes
 `tests/perf/results/networks.jsonl`: the fields of bench_gpu and `batch`, a line for each layer,
 batch, operation, type and layout, in place of an older run's. `--types` measures other dtypes and
 layouts at batch 32, for `network_types.jsonl`. `--suite` takes layers of other networks, as
-model_layers.py lists them. Ends with a table by class and batch, and the sums of each network. Needs
-a GPU, CuPy and PyTorch.
+model_layers.py lists them. Ends with a table by class and batch, and the sums of each network.
+Needs a GPU, CuPy and PyTorch.
 
 Plans are made and kernels compiled in parallel before anything is timed. Each result is compared
 with cuDNN's, from a poisoned output; `--float64` compares with a float64 computation, which takes
