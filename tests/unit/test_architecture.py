@@ -24,6 +24,7 @@ ENVIRONMENT_READERS = {
     "_environment.py": "the same for the client",
     "compile.py": "hands it on, unread, to the compiler that it starts",
     "logs.py": "gives a variable of gRPC's library its default",
+    "service_manager.py": "where the service manager that starts a server listens",
     "hatch_metadata.py": "when a distribution is built: the address that its publisher gives it",
 }
 # Files that are longer, each with its reason. Better empty.
