@@ -49,14 +49,14 @@ def ending(stdin: int) -> str:
 
 def test_a_terminal_that_closes_ends_the_server() -> None:
     terminal, inside = pty.openpty()
+    # Servers of other tests may have run in this process, and ignore it.
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     try:
         assert ending(inside) == "['SIGINT', 'SIGTERM', 'SIGHUP']\n"
-        before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
-        try:
-            assert ending(inside) == "['SIGINT', 'SIGTERM']\n"
-        finally:
-            signal.signal(signal.SIGHUP, before)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+        assert ending(inside) == "['SIGINT', 'SIGTERM']\n"
     finally:
+        signal.signal(signal.SIGHUP, before)
         os.close(terminal)
         os.close(inside)
     assert ending(subprocess.DEVNULL) == "['SIGINT', 'SIGTERM']\n"
