@@ -2,6 +2,7 @@
 #pragma once
 
 #include "conv/pointwise_gemm.cuh"
+#include "core/bits16.cuh"
 #include "core/result_run.cuh"
 #include "core/split_k_reduce.cuh"
 
@@ -9,7 +10,8 @@ using namespace convgrad;
 
 namespace {
 
-using T = ELEMENT;
+// Elements of 16 bits; their type, which only products and roundings depend on, is an argument.
+using T = Bits16;
 using OperandA = GemmOperand<T, A_MN != 0, A_BYTES, BM, DEPTH>;
 using OperandB = GemmOperand<T, B_MN != 0, B_BYTES, BN, DEPTH>;
 // Whether two warpgroups take alternate tiles, so that one's epilogue overlaps the other's mainloop.

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from convgrad.dtypes import DType
-from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import ceil_div
 
@@ -323,10 +321,9 @@ class Config:
         room = device.shared_bytes_per_block - self.shared_bytes(product, 0)
         return min(MOST_STAGES, room // (self.stage_bytes(product) + 2 * BARRIER_BYTES))
 
-    def defines(self, dtype: DType, product: Product) -> dict[str, object]:
+    def defines(self, product: Product) -> dict[str, object]:
         """Return the preprocessor macros of an instance."""
         return {
-            "ELEMENT": CUDA_TYPES[dtype],
             "A_MN": int(product.a.mn),
             "B_MN": int(product.b.mn),
             "A_BYTES": self.row_bytes(product.a, self.m),
