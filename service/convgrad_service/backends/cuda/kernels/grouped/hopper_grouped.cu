@@ -23,13 +23,13 @@
 #include "grouped/hopper_grouped.cuh"
 #include "grouped/hopper_grouped_weights.cuh"
 #include "core/opaque.cuh"
+#include "ptx/mma_bits16.cuh"
 #include "ptx/warpgroup.cuh"
 
 using namespace convgrad;
 
 namespace {
 
-using T = ELEMENT;
 constexpr int kChannels = CHANNELS, kTiles = TILES;         // tiles of 16 positions
 constexpr int kChunks = kChannels < 8 ? 1 : kChannels / 8;  // chunks of the source that a result meets
 constexpr int kFrags = kChannels < 16 ? 1 : 2;              // fragments of 8 result channels in a warp
@@ -161,7 +161,7 @@ struct Places {
 
 // Adds the products of a row of the source to the three rows of results that meet it: at its last tap,
 // its second, and its first, which initializes a sum.
-__device__ __forceinline__ void add_row(Sums& last, Sums& middle, Sums& first, const Weights& w,
+__device__ __forceinline__ void add_row(int bfloat16, Sums& last, Sums& middle, Sums& first, const Weights& w,
                                         const Places& places, u32 from) {
 #pragma unroll
   for (int i = 0; i < kTiles; i += kTogether) {
@@ -186,12 +186,12 @@ __device__ __forceinline__ void add_row(Sums& last, Sums& middle, Sums& first, c
         Sums& sum = r == 0 ? first : r == 1 ? middle : last;
 #pragma unroll
         for (int j = 0; j < kTogether; ++j) {
-          mma<T>(sum[i + j][0], pair[j], w[r * 3][0][0], w[r * 3 + 1][0][0]);
+          mma(bfloat16, sum[i + j][0], pair[j], w[r * 3][0][0], w[r * 3 + 1][0][0]);
         }
 #pragma unroll
         for (int j = 0; j < kTogether; ++j) {
           const u32 one[2] = {third[j * 2], third[j * 2 + 1]};
-          mma<T>(sum[i + j][0], one, w[r * 3 + 2][0][0]);
+          mma(bfloat16, sum[i + j][0], one, w[r * 3 + 2][0][0]);
         }
       }
     } else {
@@ -207,7 +207,7 @@ __device__ __forceinline__ void add_row(Sums& last, Sums& middle, Sums& first, c
             Sums& sum = r == 0 ? first : r == 1 ? middle : last;
 #pragma unroll
             for (int f = 0; f < kFrags; ++f) {
-              mma<T>(sum[i][f], a, w[r * 3 + s][c][f], w[r * 3 + s][c + 1 < kChunks ? c + 1 : c][f]);
+              mma(bfloat16, sum[i][f], a, w[r * 3 + s][c][f], w[r * 3 + s][c + 1 < kChunks ? c + 1 : c][f]);
             }
           }
         }
@@ -217,7 +217,7 @@ __device__ __forceinline__ void add_row(Sums& last, Sums& middle, Sums& first, c
 }
 
 // Stores a row of results to shared memory.
-__device__ __forceinline__ void put_row(const Sums& sum, const Places& places, u32 to) {
+__device__ __forceinline__ void put_row(int bfloat16, const Sums& sum, const Places& places, u32 to) {
 #pragma unroll
   for (int i = 0; i < kTiles; i += kTogether) {
     u32 both[kTogether][kFrags][2];
@@ -226,8 +226,8 @@ __device__ __forceinline__ void put_row(const Sums& sum, const Places& places, u
 #pragma unroll
       for (int f = 0; f < kFrags; ++f) {
         const float(&four)[4] = sum[i + j][f];
-        both[j][f][0] = narrow_x2<T>(four[0], four[1]);
-        both[j][f][1] = narrow_x2<T>(four[2], four[3]);
+        both[j][f][0] = narrow_x2(bfloat16, four[0], four[1]);
+        both[j][f][1] = narrow_x2(bfloat16, four[2], four[3]);
       }
     }
     const u32(&other)[2] = both[kTogether - 1][kFrags - 1];
@@ -277,9 +277,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   } else {
     const int x = blockIdx.x * 64 + part.x_chunk * 8, y = blockIdx.x * 64 + part.y_chunk * 8;
     if (args.w_pairs) {
-      load_weights<T, kChannels, ACROSS, true>(args, x, y, w);
+      load_weights<kChannels, true>(args, x, y, w);
     } else {
-      load_weights<T, kChannels, ACROSS, false>(args, x, y, w);
+      load_weights<kChannels, false>(args, x, y, w);
     }
   }
   if (args.zeroes) {
@@ -294,7 +294,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   if constexpr (kCopied) cp_async_wait<0>();
   named_barrier_sync(kReady, kThreads);
   if constexpr (kCopied) {
-    take_weights<kChannels, ACROSS>(part.x_chunk, part.y_chunk, shared.weights, w);
+    if (args.backward) {
+      take_weights<kChannels, true>(part.x_chunk, part.y_chunk, shared.weights, w);
+    } else {
+      take_weights<kChannels, false>(part.x_chunk, part.y_chunk, shared.weights, w);
+    }
   }
 
   Ring stage, slot;
@@ -312,7 +316,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     // The row of results that the next row of the source finishes.
     int row = at.source_row - (at.row + args.first[0]) - 2, source_left = at.source_rows;
     const auto put = [&](const Sums& sum) {
-      put_row(sum, places, to);
+      put_row(args.bfloat16, sum, places, to);
       to += args.result_row;
       if (--slot_left == 0 || row + 1 == rows) {
         fence_proxy_async();
@@ -325,7 +329,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
       }
     };
     const auto advance = [&](Sums& last, Sums& middle, Sums& first) {
-      add_row(last, middle, first, w, places, from);
+      add_row(args.bfloat16, last, middle, first, w, places, from);
       from += row_bytes;
       if (row >= 0) put(last);
       ++row;
