@@ -86,11 +86,8 @@ __device__ __forceinline__ void mainloop_of(const SharedLayout& smem, PipelineSt
 // A loop for each type: ptxas serializes the wgmmas of a loop that chooses among them.
 __device__ __forceinline__ void mainloop(const PointwiseGemmArgs& args, const SharedLayout& smem, PipelineState& state,
                                          int steps, Accumulators& accum, u32 next_order_barrier = 0) {
-  if (args.bfloat16) {
-    mainloop_of<bf16>(smem, state, steps, accum, next_order_barrier);
-  } else {
-    mainloop_of<f16>(smem, state, steps, accum, next_order_barrier);
-  }
+  as_type<T>(args.bfloat16,
+             [&](auto like) { mainloop_of<decltype(like)>(smem, state, steps, accum, next_order_barrier); });
 }
 
 template <class E>
@@ -261,11 +258,9 @@ __device__ __forceinline__ void consume_split_k(const PointwiseGemmArgs& args, c
     named_barrier_sync(1, kConsumers);
     if (*arrived != static_cast<u32>(args.parts) - 1) return;
   }
-  if (args.bfloat16) {
-    store_reduced<bf16>(args, work.row * BM, work.column, reduce, partials);
-  } else {
-    store_reduced<f16>(args, work.row * BM, work.column, reduce, partials);
-  }
+  as_type<T>(args.bfloat16, [&](auto like) {
+    store_reduced<decltype(like)>(args, work.row * BM, work.column, reduce, partials);
+  });
 }
 
 }  // namespace
@@ -317,11 +312,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       mainloop(args, smem, state, work.steps, accum);
       reduce_in_grid(args, smem, work, reduction, word, accum);
     } else {
-      if (args.bfloat16) {
-        consume_row_tiles<bf16>(args, smem, work);
-      } else {
-        consume_row_tiles<f16>(args, smem, work);
-      }
+      as_type<T>(args.bfloat16, [&](auto like) { consume_row_tiles<decltype(like)>(args, smem, work); });
     }
   }
   leave_cluster();

@@ -175,11 +175,7 @@ __device__ __forceinline__ void reduce_in_grid(const PointwiseGemmArgs& args, co
         }
       }
       const int to_row = work.row * BM + down * 16 + row, to_column = work.column + (fragment - down * of.across) * 8;
-      if (args.bfloat16) {
-        store_eight<bf16>(args, to_row, to_column, sums);
-      } else {
-        store_eight<f16>(args, to_row, to_column, sums);
-      }
+      as_type<T>(args.bfloat16, [&](auto like) { store_eight<decltype(like)>(args, to_row, to_column, sums); });
     }
     if (f0 + met.blocks * of.count < of.fragments) named_barrier_sync(1, kConsumers);
   }

@@ -5,8 +5,9 @@
 // bank conflicts. Missing positions and channels are zeros.
 #pragma once
 
+#include "core/bits16.cuh"
 #include "core/epilogue.cuh"
-#include "ptx/mma.cuh"
+#include "ptx/mma_bits16.cuh"
 
 namespace convgrad {
 
@@ -197,11 +198,11 @@ __device__ __forceinline__ void copy_weights(char* to, const T* from, int channe
 
 // Packs two adjacent results, rounded.
 template <class T>
-__device__ __forceinline__ void st_shared_v2(T* to, float first, float second) {
+__device__ __forceinline__ void st_shared_v2(int bfloat16, T* to, float first, float second) {
   if constexpr (sizeof(T) == 4) {
     *reinterpret_cast<float2*>(to) = make_float2(first, second);
   } else {
-    *reinterpret_cast<u32*>(to) = narrow_x2<T>(first, second);
+    *reinterpret_cast<u32*>(to) = narrow_x2(bfloat16, first, second);
   }
 }
 

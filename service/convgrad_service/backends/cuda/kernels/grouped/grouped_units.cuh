@@ -3,7 +3,7 @@
 //
 // A step of the reduction is two chunks of one tap each, multiplied on tensor cores; with EXACT, for
 // exact float32, it is one chunk multiplied by FMAs, and each lane has the same sums as with tensor
-// cores. The weights' chunks are along the source's channels (ACROSS 0) or the result's (ACROSS 1).
+// cores. The weights' chunks are along the source's channels or, `across`, the result's.
 #pragma once
 
 #include "grouped/grouped_box.cuh"
@@ -36,6 +36,7 @@ struct Operands {
   u32 weights;
   const char* base;  // half of shared memory
   int own_a, own_b;  // EXACT: start of this lane's group
+  int across, bfloat16;
 };
 
 #if EXACT
@@ -56,7 +57,7 @@ __device__ __forceinline__ void multiply(float (&sum)[PACK][kRows][NF][4],
     }
   }
   const char* const weights = from.base + (from.weights - base_at) + from.own_b +
-                              (ACROSS ? pair * 8 : pair * 2 * from.w_pitch);
+                              (from.across ? pair * 8 : pair * 2 * from.w_pitch);
 #pragma unroll 1
   for (int step = 0; step < from.steps; ++step) {
     const Step at = from.all[step];
@@ -64,7 +65,7 @@ __device__ __forceinline__ void multiply(float (&sum)[PACK][kRows][NF][4],
 #pragma unroll
     for (int j = 0; j < NF; ++j) {
       const char* const here = weights + at.b + j * from.column_bytes;
-      if constexpr (ACROSS) {
+      if (from.across) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           const float2 two = *reinterpret_cast<const float2*>(here + e * from.w_pitch);
@@ -115,7 +116,7 @@ __device__ __forceinline__ void multiply(float (&sum)[PACK][kRows][NF][4],
   for (int step = 0; step < from.steps; ++step) {
     const int a_offset = a_steps[step * 2].a;
     u32 b[PACK * NF + 1][2];
-    if constexpr (ACROSS && kSize == 4) {
+    if (kSize == 4 && from.across) {
       const int near = from.all[step * 2].b, far = from.all[step * 2 + 1].b;
 #pragma unroll
       for (int s = 0; s < PACK; ++s) {
@@ -132,7 +133,7 @@ __device__ __forceinline__ void multiply(float (&sum)[PACK][kRows][NF][4],
       for (int j = 0; j < PACK * NF; j += 2) {
         u32 four[4];
         const u32 at = lane_b + b_offset + (PACK == 2 ? 0 : j * from.column_bytes);
-        if constexpr (ACROSS) {
+        if (from.across) {
           ldmatrix_trans(four, at);
         } else {
           ldmatrix(four, at);
@@ -156,7 +157,7 @@ __device__ __forceinline__ void multiply(float (&sum)[PACK][kRows][NF][4],
         }
 #pragma unroll
         for (int j = 0; j < NF; ++j) {
-          mma<T>(sum[s][f][j], a, b[s * NF + j][0], b[s * NF + j][1]);
+          mma_of<T>(from.bfloat16, sum[s][f][j], a, b[s * NF + j][0], b[s * NF + j][1]);
         }
       }
     }
@@ -193,7 +194,7 @@ __device__ __forceinline__ void multiply_windows(float (&sum)[PACK][kWindows * 2
     for (int s = 0; s < PACK; ++s) {
       u32 b[9], near[4], far[4], last_tap[1];
       const u32 b_at = from.weights + s * from.merge_bytes + b_plane + of.tap;
-      if constexpr (ACROSS) {
+      if (from.across) {
         ldmatrix_trans(near, b_at);
         ldmatrix_trans(far, b_at + of.next_tap);
         ldmatrix_trans(last_tap, b_at + 2 * of.next_tap);
@@ -224,8 +225,8 @@ __device__ __forceinline__ void multiply_windows(float (&sum)[PACK][kWindows * 2
                                 pair[bottom / 2][bottom % 2 * 2 + 1]};
             const u32 one[2] = {thirds[top], thirds[bottom]};
             float(&to)[4] = sum[s][v * 2 + q][0];
-            mma<T>(to, two, b[r * 3], b[r * 3 + 1]);
-            mma<T>(to, one, b[r * 3 + 2]);
+            mma_of<T>(from.bfloat16, to, two, b[r * 3], b[r * 3 + 1]);
+            mma_of<T>(from.bfloat16, to, one, b[r * 3 + 2]);
           }
         }
       }
@@ -236,7 +237,7 @@ __device__ __forceinline__ void multiply_windows(float (&sum)[PACK][kWindows * 2
 
 // Stores a fragment's sums, unrounded or rounded, to a warp's rows.
 template <int kRows, class To>
-__device__ __forceinline__ void put(const float (&sum)[PACK][kRows][NF][4], int f, To* to,
+__device__ __forceinline__ void put(int bfloat16, const float (&sum)[PACK][kRows][NF][4], int f, To* to,
                                     int pitch) {
   const int lane = threadIdx.x & 31;
 #pragma unroll
@@ -245,8 +246,8 @@ __device__ __forceinline__ void put(const float (&sum)[PACK][kRows][NF][4], int 
     for (int j = 0; j < NF; ++j) {
       const int swap = kSwapped && sizeof(To) == 2 ? lane >> 4 : 0;
       To* const at = to + lane / 4 * pitch + ((s * NF + j) ^ swap) * 8 + lane % 4 * 2;
-      st_shared_v2(at, sum[s][f][j][0], sum[s][f][j][1]);
-      st_shared_v2(at + 8 * pitch, sum[s][f][j][2], sum[s][f][j][3]);
+      st_shared_v2(bfloat16, at, sum[s][f][j][0], sum[s][f][j][1]);
+      st_shared_v2(bfloat16, at + 8 * pitch, sum[s][f][j][2], sum[s][f][j][3]);
     }
   }
 }

@@ -248,7 +248,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
             const int first = i * 2, second = first < 8 ? first + 1 : first;
             const u32 a[4] = {rows_x[first / 3][first % 3], rows_x[second / 3][second % 3],
                               rows_x[first / 3 + 1][first % 3], rows_x[second / 3 + 1][second % 3]};
-            mma<T>(sum[i][0], a, far[2], far[3]);
+            mma_of<T>(args.result.bfloat16, sum[i][0], a, far[2], far[3]);
           }
         }
       }
@@ -318,7 +318,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
               }
             }
 #pragma unroll
-            for (int j = 0; j < NF; ++j) mma<T>(sum[i][j], a, b[j][0], b[j][1]);
+            for (int j = 0; j < NF; ++j) mma_of<T>(args.result.bfloat16, sum[i][j], a, b[j][0], b[j][1]);
           }
 #endif
         }

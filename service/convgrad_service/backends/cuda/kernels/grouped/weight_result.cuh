@@ -1,8 +1,9 @@
 // Where the sums of a grouped weight gradient go.
 #pragma once
 
+#include "core/bits16.cuh"
 #include "core/epilogue.cuh"
-#include "ptx/mma.cuh"
+#include "ptx/mma_bits16.cuh"
 
 namespace convgrad {
 
@@ -11,6 +12,7 @@ struct WeightResult {
   int out_channels;
   int items;         // of a block
   int wide;          // w is float32 for any type of x and y
+  int bfloat16;      // the type of Bits16
   int quads;         // four adjacent channels of w are results of one group and one aligned vector
   float alpha;
   float beta;

@@ -21,6 +21,15 @@ __device__ __forceinline__ void mma(int bfloat16, float (&c)[4], const u32 (&a)[
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(b), "r"(bfloat16));
 }
+// Of a type that is known, or of Bits16.
+template <class T, int kCount, class... B>
+__device__ __forceinline__ void mma_of(int bfloat16, float (&c)[4], const u32 (&a)[kCount], B... b) {
+  if constexpr (sizeof(T) == 2) {
+    mma(bfloat16, c, a, b...);
+  } else {
+    mma<T>(c, a, b...);
+  }
+}
 // As narrow_x2 of the type.
 __device__ __forceinline__ u32 narrow_x2(int bfloat16, float first, float second) {
   return bfloat16 ? narrow_x2<bf16>(first, second) : narrow_x2<f16>(first, second);
