@@ -10,6 +10,11 @@ struct Bits16 {
   unsigned short bits;
 };
 
+template <bool kValue>
+struct Is {
+  static constexpr bool value = kValue;
+};
+
 // Calls `each` with an element of type T or, for Bits16, of the launch's type.
 template <class T, class Each>
 __device__ __forceinline__ void as_type(int bfloat16, Each each) {

@@ -7,7 +7,7 @@
 
 #include "core/bits16.cuh"
 #include "core/epilogue.cuh"
-#include "ptx/mma_bits16.cuh"
+#include "ptx/mma.cuh"
 
 namespace convgrad {
 
@@ -202,7 +202,9 @@ __device__ __forceinline__ void st_shared_v2(int bfloat16, T* to, float first, f
   if constexpr (sizeof(T) == 4) {
     *reinterpret_cast<float2*>(to) = make_float2(first, second);
   } else {
-    *reinterpret_cast<u32*>(to) = narrow_x2(bfloat16, first, second);
+    as_type<T>(bfloat16, [&](auto like) {
+      *reinterpret_cast<u32*>(to) = narrow_x2<decltype(like)>(first, second);
+    });
   }
 }
 

@@ -179,7 +179,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   char* const rows = base + args.rows_at + warp * kRowsBytes;
   __syncthreads();
   Operands from = {step_at, steps,      x_merge_bytes, merge_bytes, column_bytes, args.w_pitch, 0,
-                   base,    0,          0,             args.across, args.bfloat16};
+                   base,    0,          0,};
 #if WINDOWS
   const int row_bytes = args.box.extent[3] * args.box.pitch, eighth = lane >> 3;
   // Offset o of a row, or of a column, is tap o forward and tap 2 - o backward.
@@ -203,6 +203,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     const int own = lane % 4 * 2 / args.y_channels * args.x_channels;
     from.own_a = own * kSize, from.own_b = own * (args.across ? args.w_pitch : kSize);
   }
+  // Loops of their own for each type and direction.
+  const auto by_kind = [&](auto each) {
+    as_type<T>(args.bfloat16, [&](auto like) {
+      if (!EXACT && args.across) {
+        each(like, Is<true>{});
+      } else {
+        each(like, Is<false>{});
+      }
+    });
+  };
   u32 stage_at = box_at, next_at = box_at + args.stage_bytes;
   int turn = 0;
 #pragma unroll 1
@@ -248,12 +258,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
       u32 corner[MF / 2];
 #pragma unroll
       for (int v = 0; v < MF / 2; ++v) corner[v] = corner_at(v);
-      multiply_windows(sum, corner, from, windows);
+      by_kind([&](auto like, auto across) {
+        multiply_windows<decltype(like), across.value>(sum, corner, from, windows);
+      });
 #else
       u32 from_a[MF];
 #pragma unroll
       for (int f = 0; f < MF; ++f) from_a[f] = a_at(f);
-      multiply(sum, from_a, from);
+      by_kind([&](auto like, auto across) { multiply<decltype(like), across.value>(sum, from_a, from); });
 #endif
       // Results without an epilogue.
 #if WINDOWS
@@ -307,7 +319,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
 #if WINDOWS
       float sum[PACK][2][NF][4] = {};
       const u32 corner[1] = {corner_at(f / 2)};
-      multiply_windows(sum, corner, from, windows);
+      by_kind([&](auto like, auto across) {
+        multiply_windows<decltype(like), across.value>(sum, corner, from, windows);
+      });
       if (f % 2 == 0) {
         put(args.bfloat16, sum, 0, slab, kColumns + 4);
       } else {
@@ -316,7 +330,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
 #else
       float sum[PACK][1][NF][4] = {};
       const u32 from_a[1] = {a_at(f)};
-      multiply(sum, from_a, from);
+      by_kind([&](auto like, auto across) { multiply<decltype(like), across.value>(sum, from_a, from); });
       put(args.bfloat16, sum, 0, slab, kColumns + 4);
 #endif
       __syncwarp();

@@ -36,12 +36,12 @@ struct Operands {
   u32 weights;
   const char* base;  // half of shared memory
   int own_a, own_b;  // EXACT: start of this lane's group
-  int across, bfloat16;
+  int across;        // EXACT, whose registers do not suffice for a loop for each direction
 };
 
 #if EXACT
 // Computes kRows * 16 positions; lane l has the address of row l % 16 of each 16 in the box.
-template <int kRows>
+template <class, bool, int kRows>
 __device__ __forceinline__ void multiply(float (&sum)[PACK][kRows][NF][4],
                                          const u32 (&from_a)[kRows], const Operands& from) {
   static_assert(PACK == 1, "a lane's columns are of one merge");
@@ -101,10 +101,9 @@ __device__ __forceinline__ void multiply(float (&sum)[PACK][kRows][NF][4],
 }
 #else
 // Computes kRows * 16 positions; lane l has the address of row l % 16 of each 16 in the box.
-template <int kRows>
+template <class T, bool kAcross, int kRows>
 __device__ __forceinline__ void multiply(float (&sum)[PACK][kRows][NF][4],
                                          const u32 (&from_a)[kRows], const Operands& from) {
-  using T = ELEMENT;
   const int lane = threadIdx.x & 31;
   const u32 lane_b = from.weights + (lane & 7) * from.w_pitch +
                      (lane >> 4) * (PACK == 2 ? from.merge_bytes : from.column_bytes);
@@ -116,7 +115,7 @@ __device__ __forceinline__ void multiply(float (&sum)[PACK][kRows][NF][4],
   for (int step = 0; step < from.steps; ++step) {
     const int a_offset = a_steps[step * 2].a;
     u32 b[PACK * NF + 1][2];
-    if (kSize == 4 && from.across) {
+    if constexpr (kAcross && kSize == 4) {
       const int near = from.all[step * 2].b, far = from.all[step * 2 + 1].b;
 #pragma unroll
       for (int s = 0; s < PACK; ++s) {
@@ -133,7 +132,7 @@ __device__ __forceinline__ void multiply(float (&sum)[PACK][kRows][NF][4],
       for (int j = 0; j < PACK * NF; j += 2) {
         u32 four[4];
         const u32 at = lane_b + b_offset + (PACK == 2 ? 0 : j * from.column_bytes);
-        if (from.across) {
+        if constexpr (kAcross) {
           ldmatrix_trans(four, at);
         } else {
           ldmatrix(four, at);
@@ -157,7 +156,7 @@ __device__ __forceinline__ void multiply(float (&sum)[PACK][kRows][NF][4],
         }
 #pragma unroll
         for (int j = 0; j < NF; ++j) {
-          mma_of<T>(from.bfloat16, sum[s][f][j], a, b[s * NF + j][0], b[s * NF + j][1]);
+          mma<T>(sum[s][f][j], a, b[s * NF + j][0], b[s * NF + j][1]);
         }
       }
     }
@@ -181,11 +180,10 @@ struct Windows {
 // corners `corner`. A window's six rows are loaded once, 8 positions per matrix, and multiplied from
 // registers by the 3 x 3 taps of 8 channels: two taps of a row in one product, the third in one of
 // half the depth.
-template <int kWindows>
+template <class T, bool kAcross, int kWindows>
 __device__ __forceinline__ void multiply_windows(float (&sum)[PACK][kWindows * 2][NF][4],
                                                  const u32 (&corner)[kWindows],
                                                  const Operands& from, const Windows& of) {
-  using T = ELEMENT;
   static_assert(NF == 1, "8 channels on both sides");
 #pragma unroll 1
   for (int plane = 0; plane < of.planes; ++plane) {
@@ -194,7 +192,7 @@ __device__ __forceinline__ void multiply_windows(float (&sum)[PACK][kWindows * 2
     for (int s = 0; s < PACK; ++s) {
       u32 b[9], near[4], far[4], last_tap[1];
       const u32 b_at = from.weights + s * from.merge_bytes + b_plane + of.tap;
-      if (from.across) {
+      if constexpr (kAcross) {
         ldmatrix_trans(near, b_at);
         ldmatrix_trans(far, b_at + of.next_tap);
         ldmatrix_trans(last_tap, b_at + 2 * of.next_tap);
@@ -225,8 +223,8 @@ __device__ __forceinline__ void multiply_windows(float (&sum)[PACK][kWindows * 2
                                 pair[bottom / 2][bottom % 2 * 2 + 1]};
             const u32 one[2] = {thirds[top], thirds[bottom]};
             float(&to)[4] = sum[s][v * 2 + q][0];
-            mma_of<T>(from.bfloat16, to, two, b[r * 3], b[r * 3 + 1]);
-            mma_of<T>(from.bfloat16, to, one, b[r * 3 + 2]);
+            mma<T>(to, two, b[r * 3], b[r * 3 + 1]);
+            mma<T>(to, one, b[r * 3 + 2]);
           }
         }
       }

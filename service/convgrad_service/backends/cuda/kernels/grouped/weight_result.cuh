@@ -3,7 +3,7 @@
 
 #include "core/bits16.cuh"
 #include "core/epilogue.cuh"
-#include "ptx/mma_bits16.cuh"
+#include "ptx/mma.cuh"
 
 namespace convgrad {
 
