@@ -179,7 +179,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   char* const rows = base + args.rows_at + warp * kRowsBytes;
   __syncthreads();
   Operands from = {step_at, steps,      x_merge_bytes, merge_bytes, column_bytes, args.w_pitch, 0,
-                   base,    0,          0,};
+                   base,    0,          0,             args.across};
 #if WINDOWS
   const int row_bytes = args.box.extent[3] * args.box.pitch, eighth = lane >> 3;
   // Offset o of a row, or of a column, is tap o forward and tap 2 - o backward.
