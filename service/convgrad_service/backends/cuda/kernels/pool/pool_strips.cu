@@ -67,7 +67,6 @@ struct StripArgs {
   int tiles;        // along H
   int strips;       // along W
   int strip;        // columns
-  int bfloat16;     // the type of Bits16
 };
 
 }  // namespace
@@ -165,7 +164,7 @@ extern "C" __global__ void __launch_bounds__(DEPTH == 1 ? 128 : 32 * MOST_PLANES
   };
   // Convert the words that have arrived to a column of keys.
   const auto take = [&](u32 (&column)[kReached], int w, const W (&words)[kReached]) {
-    keys_of_rows<PER>(args.bfloat16, w >= 0 && w < args.x_size[2] ? x_rows : 0, words, column);
+    keys_of_rows<PER>(w >= 0 && w < args.x_size[2] ? x_rows : 0, words, column);
   };
 
   // Columns that the first window shares with the previous one.
@@ -236,20 +235,20 @@ extern "C" __global__ void __launch_bounds__(DEPTH == 1 ? 128 : 32 * MOST_PLANES
         for (int p = 0; p < kWindows; ++p) {
           float rest[PER];
 #if DEPTH == 1
-          here[p].get(args.bfloat16, rest);
+          here[p].get(rest);
 #else
           const uint2 before = own[p * 32 - kPlane], after = own[p * 32 + kPlane];
           const uint2 here = own[p * 32];
           const u32 centre = here.x;
-          W{static_cast<decltype(W::raw)>(here.y)}.get(args.bfloat16, rest);
+          W{static_cast<decltype(W::raw)>(here.y)}.get(rest);
           const u32 first_of = own[p * 32 - 2 * kPlane].x, last_of = own[p * 32 + 2 * kPlane].x;
           bool kept[PER], as_first[PER], not_last[PER];
           ge_keys<PER>(centre, max_keys_after<PER>(before.x, after.x), kept, unneeded);
           ge_keys<PER>(centre, max_keys<PER>(after.x, last_of), as_first, unneeded);
           ge_keys<PER>(max_keys<PER>(first_of, before.x), centre, not_last, unneeded);
           float gave_before[PER], gave_after[PER];
-          W{static_cast<decltype(W::raw)>(before.y)}.get(args.bfloat16, gave_before);
-          W{static_cast<decltype(W::raw)>(after.y)}.get(args.bfloat16, gave_after);
+          W{static_cast<decltype(W::raw)>(before.y)}.get(gave_before);
+          W{static_cast<decltype(W::raw)>(after.y)}.get(gave_after);
 #pragma unroll
           for (int c = 0; c < PER; ++c) {
             if (!kept[c]) rest[c] = 0;
@@ -280,7 +279,7 @@ extern "C" __global__ void __launch_bounds__(DEPTH == 1 ? 128 : 32 * MOST_PLANES
 #pragma unroll
         for (int i = 0; i < STRIDE; ++i) {
           const u32 rows_here = w + i >= w0 && w + i < w1 ? own_rows : 0;
-          store_rows<W>(args.bfloat16, rows_here, grad_x + static_cast<i64>(w + i) * x_step, x_row, one,
+          store_rows<W>(rows_here, grad_x + static_cast<i64>(w + i) * x_step, x_row, one,
                         sums[(base + i) % KERNEL]);
         }
       }

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
-from convgrad_service.backends.cuda.kernels.core.elements import MAX_BLOCKS, element_of, linear_grid
+from convgrad_service.backends.cuda.kernels.core.elements import MAX_BLOCKS, linear_grid
 from convgrad_service.backends.cuda.kernels.core.limits import DTYPES
 from convgrad_service.backends.cuda.kernels.pool.pool_cells import fill_strides, image_elements
 from convgrad_service.backends.cuda.structures import structure
@@ -65,7 +65,7 @@ class Shape:
         return Instance.of(
             "pool/pool_strips.cu",
             architectures,
-            ELEMENT=element_of(dtype),
+            ELEMENT=dtype,
             PER=per,
             **macros_of(self, "kernel", "stride", "depth", "phase", "rows", "blocks"),
             MOST_PLANES=MOST_PLANES,
@@ -126,7 +126,6 @@ class PoolStrips(Solver[PoolWork, Shape]):
         args = StripArgs()
         fill_strides(args, work, 3)
         args.words, args.groups = _words(work), ceil_div(_words(work), LANES)
-        args.bfloat16 = work.dtype is DType.BFLOAT16
         args.x_size[:], args.y_size[:], args.pad[:] = work.input, work.output, work.pad[1:]
         args.planes, args.halo = _planes(work)
         args.plane_step, args.centre = work.stride[0], _centre(work)

@@ -67,7 +67,6 @@ struct TileArgs {
   int tiles[2];
   int box_offset[2];     // H W: the first position of tile 0's box
   int window_offset[2];  // H W: the first window of tile 0
-  int bfloat16;          // the type of Bits16
 };
 
 }  // namespace
@@ -141,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, blocks_here(BLOCKS))
 #pragma unroll
   for (int j = 0; j < LINES; ++j) {
     // The last NaN in a line is the greatest.
-    keys[j] = rank_nan<kPer>(keys_as<T>(args.bfloat16, keys[j]), LINES - 1 - j);
+    keys[j] = rank_nan<kPer>(keys_of<T>(keys[j]), LINES - 1 - j);
   }
   if (!(low <= 0 && high >= LINES)) {
 #pragma unroll
@@ -196,7 +195,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, blocks_here(BLOCKS))
         of[r] = most[row];
       }
       float rest[kPer];
-      widen_as<T>(args.bfloat16, given[p % kGiven], rest);
+      widen_word<T>(given[p % kGiven], rest);
       give(p + kGiven);
       route<kPer>(of, begin, end, rest, unneeded, [&](int tap, int c, bool taken, float value) {
         add_taken(p == 0 || tap == KERNEL - 1, taken, value, sums[p + tap - PAD][c]);
@@ -242,7 +241,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, blocks_here(BLOCKS))
 #pragma unroll
     for (int j = 0; j < LINES; ++j) {
       if (q + 1 == WINDOWS ? j < q - PAD : j != q - PAD) continue;
-      store_if(j >= first && j < last, to, narrow_as<T>(args.bfloat16, sums[j]));
+      store_if(j >= first && j < last, to, narrow_word<T>(sums[j]));
       advance_pointer(to, step, one);
     }
   }

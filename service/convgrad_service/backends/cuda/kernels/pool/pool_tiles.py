@@ -9,7 +9,7 @@ from math import prod
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
-from convgrad_service.backends.cuda.kernels.core.elements import MAX_BLOCKS, element_of
+from convgrad_service.backends.cuda.kernels.core.elements import MAX_BLOCKS
 from convgrad_service.backends.cuda.kernels.pool.pool_cells import fill_strides, image_elements
 from convgrad_service.backends.cuda.kernels.pool.pool_strips import DTYPES
 from convgrad_service.backends.cuda.structures import structure
@@ -85,7 +85,7 @@ class Shape:
         return Instance.of(
             "pool/pool_tiles.cu",
             with_shared_bytes(self.shared_bytes),
-            ELEMENT=element_of(self.dtype),
+            ELEMENT=self.dtype,
             **macros_of(self, "kernel", "lines", "windows", "tile"),
             PAD=(self.kernel - 1) // 2 if self.whole else 0,
             **macros_of(self, "words", "threads", "blocks"),
@@ -124,7 +124,6 @@ class PoolTiles(Solver[PoolWork, Shape]):
         fill_strides(args, work, 3)
         args.channel_tiles, *args.tiles[:] = shape.tiles(work)
         args.planes = work.input[0]
-        args.bfloat16 = work.dtype is DType.BFLOAT16
         args.x_size[:], args.y_size[:] = work.input[1:], work.output[1:]
         if not shape.whole:
             args.window_offset[:] = [pad - shape.kernel + 1 for pad in work.pad[1:]]
@@ -139,7 +138,7 @@ class PoolTiles(Solver[PoolWork, Shape]):
         return Fragment(self.name, (launch,))
 
     def instances(self) -> Iterable[Instance]:
-        for dtype in (DType.BFLOAT16, DType.FLOAT32):
+        for dtype in DTYPES:
             yield Shape(TILED_KERNEL, LONGEST, False, dtype, WORDS[-1]).instance()
             for kernel, lines in product(WHOLE_KERNELS, LINES):
                 for words in WORDS[not _fits_twice(kernel, lines) :]:

@@ -3,7 +3,6 @@
 // kPer adjacent channels; a single channel of 16 bits is compared as a float.
 #pragma once
 
-#include "core/bits16.cuh"
 #include "core/vectors.cuh"
 #include "ptx/word_keys.cuh"
 
@@ -19,54 +18,32 @@ __device__ constexpr int blocks_here(int on_hopper) {
 #endif
 }
 
-// keys_of, widen_word and narrow_word for elements of type T, which may be Bits16.
-template <class T>
-__device__ __forceinline__ u32 keys_as(int bfloat16, u32 word) {
-  u32 keys;
-  as_type<T>(bfloat16, [&](auto like) { keys = keys_of<decltype(like)>(word); });
-  return keys;
-}
-template <class T, int kPer>
-__device__ __forceinline__ void widen_as(int bfloat16, u32 word, float (&wide)[kPer]) {
-  as_type<T>(bfloat16, [&](auto like) { widen_word<decltype(like)>(word, wide); });
-}
-template <class T, int kPer>
-__device__ __forceinline__ u32 narrow_as(int bfloat16, const float (&wide)[kPer]) {
-  u32 word;
-  as_type<T>(bfloat16, [&](auto like) { word = narrow_word<decltype(like)>(wide); });
-  return word;
-}
-
 // The channels of a word as they are in memory, their keys and their values.
 template <class T, int kPer>
 struct Word {
   static constexpr bool kHalf = sizeof(T) * kPer == 2;
   typename RawOf<sizeof(T) * kPer>::type raw;
 
-  __device__ __forceinline__ u32 keys(int bfloat16) const {
+  __device__ __forceinline__ u32 keys() const {
     if constexpr (kHalf) {
-      float wide[1];
-      get(bfloat16, wide);
-      return keys_of<float>(__float_as_uint(wide[0]));
+      return keys_of<float>(__float_as_uint(widen(T{raw})));
     } else {
-      return keys_as<T>(bfloat16, raw);
+      return keys_of<T>(raw);
     }
   }
-  __device__ __forceinline__ void get(int bfloat16, float (&wide)[kPer]) const {
+  __device__ __forceinline__ void get(float (&wide)[kPer]) const {
     if constexpr (kHalf) {
-      as_type<T>(bfloat16, [&](auto like) { wide[0] = widen(decltype(like){raw}); });
+      wide[0] = widen(T{raw});
     } else {
-      widen_as<T>(bfloat16, raw, wide);
+      widen_word<T>(raw, wide);
     }
   }
-  static __device__ __forceinline__ Word of(int bfloat16, const float (&wide)[kPer]) {
-    Word word;
+  static __device__ __forceinline__ Word of(const float (&wide)[kPer]) {
     if constexpr (kHalf) {
-      as_type<T>(bfloat16, [&](auto like) { word.raw = narrow<decltype(like)>(wide[0]).bits; });
+      return {narrow<T>(wide[0]).bits};
     } else {
-      word.raw = narrow_as<T>(bfloat16, wide);
+      return {narrow_word<T>(wide)};
     }
-    return word;
   }
   // Zero where no bit of `mask` is set.
   __device__ __forceinline__ void load(u32 mask, const char* from) {
@@ -111,28 +88,28 @@ __device__ __forceinline__ void fetch_rows(u32 there, const char* from, int pitc
   }
 }
 template <class Word, int kRows, int kPer>
-__device__ __forceinline__ void store_rows(int bfloat16, u32 wanted, char* to, int pitch, int one,
+__device__ __forceinline__ void store_rows(u32 wanted, char* to, int pitch, int one,
                                            const float (&sums)[kRows][kPer]) {
   if (wanted == (1u << kRows) - 1) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      store_if(true, to, Word::of(bfloat16, sums[r]).raw);
+      store_if(true, to, Word::of(sums[r]).raw);
       advance_pointer(to, pitch, one);
     }
   } else if (wanted != 0) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      Word::of(bfloat16, sums[r]).store(wanted & 1u << r, to);
+      Word::of(sums[r]).store(wanted & 1u << r, to);
       advance_pointer(to, pitch, one);
     }
   }
 }
 // The keys of a column of words; kNoKeys if the row's bit is not set.
 template <int kPer, class Word, int kRows>
-__device__ __forceinline__ void keys_of_rows(int bfloat16, u32 there, const Word (&words)[kRows],
+__device__ __forceinline__ void keys_of_rows(u32 there, const Word (&words)[kRows],
                                              u32 (&keys)[kRows]) {
 #pragma unroll
-  for (int r = 0; r < kRows; ++r) keys[r] = words[r].keys(bfloat16);
+  for (int r = 0; r < kRows; ++r) keys[r] = words[r].keys();
   if (there != (1u << kRows) - 1) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
