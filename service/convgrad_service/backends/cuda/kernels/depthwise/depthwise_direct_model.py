@@ -59,9 +59,6 @@ SHAPES = {
     3: LONG_STRIDE,
     4: LONG_STRIDE,
 }
-# Of pairs of channels of 16 bits. On 61 layers that had a row of results with stride 2, they are
-# expected to take 4 % longer on average, at most 11 %.
-PAIR_SHAPES = {**SHAPES, 2: replace(SHAPES[2], whole=((2, 4),))}
 # Of single channels of 16 bits, which are rare. On 70 layers they are expected to take at most 30 %
 # longer than with all shapes, 2 % on average.
 SINGLE_SHAPES = {
@@ -142,9 +139,7 @@ class DirectLayout:
 
 def shapes_of(dtype: DType, vector: int) -> Mapping[int, Shapes]:
     """Return the instances for threads of ``vector`` channels, by the stride along W."""
-    if dtype.itemsize > 2:
-        return SHAPES
-    return SINGLE_SHAPES if vector == 1 else PAIR_SHAPES
+    return SINGLE_SHAPES if dtype.itemsize * vector == 2 else SHAPES
 
 
 def instance_layouts(dtype: DType, vector: int) -> Iterator[DirectLayout]:
