@@ -5,7 +5,6 @@
 // bank conflicts. Missing positions and channels are zeros.
 #pragma once
 
-#include "core/bits16.cuh"
 #include "core/epilogue.cuh"
 #include "ptx/mma.cuh"
 
@@ -198,13 +197,11 @@ __device__ __forceinline__ void copy_weights(char* to, const T* from, int channe
 
 // Packs two adjacent results, rounded.
 template <class T>
-__device__ __forceinline__ void st_shared_v2(int bfloat16, T* to, float first, float second) {
+__device__ __forceinline__ void st_shared_v2(T* to, float first, float second) {
   if constexpr (sizeof(T) == 4) {
     *reinterpret_cast<float2*>(to) = make_float2(first, second);
   } else {
-    as_type<T>(bfloat16, [&](auto like) {
-      *reinterpret_cast<u32*>(to) = narrow_x2<decltype(like)>(first, second);
-    });
+    *reinterpret_cast<u32*>(to) = narrow_x2<T>(first, second);
   }
 }
 

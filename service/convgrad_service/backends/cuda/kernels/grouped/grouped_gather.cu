@@ -69,8 +69,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   const int taps = mine.phase[0].taps * mine.phase[1].taps * mine.phase[2].taps;
 
   // Weights as [merge][tap][out channel][in channel], block-diagonal.
-  const int in_channels = args.across ? args.y_channels : args.x_channels;
-  const int out_channels = args.across ? args.x_channels : args.y_channels;
+  const int in_channels = ACROSS ? args.y_channels : args.x_channels;
+  const int out_channels = ACROSS ? args.x_channels : args.y_channels;
   const int w_rows = args.merged * out_channels, w_chunks = args.merged * in_channels / kChunk;
   const int tap_bytes = w_rows * args.w_pitch, merge_bytes = (taps + 1) * tap_bytes;
   {
@@ -132,7 +132,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   for (int i = thread; i < (EXACT ? chunks : steps * 2); i += kThreads) {
     const int tap = i < chunks ? quick_divide(i, met) : taps;
     const int chunk = i < chunks ? i - tap * met : 0;
-    Step to = {0, tap * tap_bytes + chunk * (args.across ? kChunk * args.w_pitch : 16)};
+    Step to = {0, tap * tap_bytes + chunk * (ACROSS ? kChunk * args.w_pitch : 16)};
     if (i < chunks) {
       const int j01 = quick_divide(tap, phase[2].taps);
       const int j0 = quick_divide(j01, phase[1].taps);
@@ -175,11 +175,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   const int units = packs * column_blocks * row_blocks;
   const int x_merge_bytes = x_chunks * 16;
   // Bytes between groups of 8 result channels in the weights.
-  const int column_bytes = args.across ? 8 * kSize : 8 * args.w_pitch;
+  const int column_bytes = ACROSS ? 8 * kSize : 8 * args.w_pitch;
   char* const rows = base + args.rows_at + warp * kRowsBytes;
   __syncthreads();
   Operands from = {step_at, steps,      x_merge_bytes, merge_bytes, column_bytes, args.w_pitch, 0,
-                   base,    0,          0,             args.across};
+                   base,    0,          0};
 #if WINDOWS
   const int row_bytes = args.box.extent[3] * args.box.pitch, eighth = lane >> 3;
   // Offset o of a row, or of a column, is tap o forward and tap 2 - o backward.
@@ -201,18 +201,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
 #endif
   if (args.own) {
     const int own = lane % 4 * 2 / args.y_channels * args.x_channels;
-    from.own_a = own * kSize, from.own_b = own * (args.across ? args.w_pitch : kSize);
+    from.own_a = own * kSize, from.own_b = own * (ACROSS ? args.w_pitch : kSize);
   }
-  // Loops of their own for each type and direction.
-  const auto by_kind = [&](auto each) {
-    as_type<T>(args.bfloat16, [&](auto like) {
-      if (!EXACT && args.across) {
-        each(like, Is<true>{});
-      } else {
-        each(like, Is<false>{});
-      }
-    });
-  };
   u32 stage_at = box_at, next_at = box_at + args.stage_bytes;
   int turn = 0;
 #pragma unroll 1
@@ -258,14 +248,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
       u32 corner[MF / 2];
 #pragma unroll
       for (int v = 0; v < MF / 2; ++v) corner[v] = corner_at(v);
-      by_kind([&](auto like, auto across) {
-        multiply_windows<decltype(like), across.value>(sum, corner, from, windows);
-      });
+      multiply_windows(sum, corner, from, windows);
 #else
       u32 from_a[MF];
 #pragma unroll
       for (int f = 0; f < MF; ++f) from_a[f] = a_at(f);
-      by_kind([&](auto like, auto across) { multiply<decltype(like), across.value>(sum, from_a, from); });
+      multiply(sum, from_a, from);
 #endif
       // Results without an epilogue.
 #if WINDOWS
@@ -275,7 +263,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
 #pragma unroll
       for (int f = 0; f < MF; ++f) {
         if (fragment + f >= fragments) break;
-        put(args.bfloat16, sum, f, reinterpret_cast<T*>(rows), kRowPitch / kSize);
+        put(sum, f, reinterpret_cast<T*>(rows), kRowPitch / kSize);
         __syncwarp();
         const int position = (fragment + f) * 16;
         if (mine && real(position + row)) {
@@ -292,7 +280,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
 #pragma unroll
       for (int f = 0; f < MF; ++f) {
         if (fragment + f >= fragments) break;
-        put(args.bfloat16, sum, f, reinterpret_cast<T*>(rows), kRowPitch / kSize);
+        put(sum, f, reinterpret_cast<T*>(rows), kRowPitch / kSize);
         __syncwarp();
 #pragma unroll
         for (int i = 0; i < kRounds; ++i) {
@@ -319,19 +307,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
 #if WINDOWS
       float sum[PACK][2][NF][4] = {};
       const u32 corner[1] = {corner_at(f / 2)};
-      by_kind([&](auto like, auto across) {
-        multiply_windows<decltype(like), across.value>(sum, corner, from, windows);
-      });
+      multiply_windows(sum, corner, from, windows);
       if (f % 2 == 0) {
-        put(args.bfloat16, sum, 0, slab, kColumns + 4);
+        put(sum, 0, slab, kColumns + 4);
       } else {
-        put(args.bfloat16, sum, 1, slab, kColumns + 4);
+        put(sum, 1, slab, kColumns + 4);
       }
 #else
       float sum[PACK][1][NF][4] = {};
       const u32 from_a[1] = {a_at(f)};
-      by_kind([&](auto like, auto across) { multiply<decltype(like), across.value>(sum, from_a, from); });
-      put(args.bfloat16, sum, 0, slab, kColumns + 4);
+      multiply(sum, from_a, from);
+      put(sum, 0, slab, kColumns + 4);
 #endif
       __syncwarp();
 #pragma unroll 1
@@ -344,9 +330,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
           continue;
         }
         const int own = quick_divide(channel, args.y_channels);
-        const float sum = slab[row * (kColumns + 4) + column];
-        const int group = place.group + (merge + s) * args.merged + own, k = channel - own * args.y_channels;
-        as_type<T>(args.bfloat16, [&](auto like) { settle<decltype(like)>(args, spot, sum, at, group, k); });
+        settle(args, spot, slab[row * (kColumns + 4) + column], at,
+               place.group + (merge + s) * args.merged + own,
+               channel - own * args.y_channels);
       }
       __syncwarp();
     }

@@ -128,7 +128,6 @@ class GroupedGather:
         args.merged, args.merges, args.slice = merge.groups, merge.count, box.slice
         args.own = meets_own(work)
         args.w_vector, args.w_pitch = _vector(work), shape.w_pitch
-        args.across, args.bfloat16 = backward, work.dtype is DType.BFLOAT16
         args.activation, args.plain = ACTIVATIONS[work.activation], work.epilogue_free
         args.tile[:] = box.tile
         args.tiles[:] = _tiles(work, axes, box)
@@ -152,7 +151,7 @@ class GroupedGather:
             "rows_at",
         )
         launch = Launch(
-            _instance(unit, work.dtype, is_exact(work)),
+            _instance(unit, work.dtype, backward, is_exact(work)),
             _grid(work, axes, merge, box, _resident(unit, shape, device), device),
             (WARPS * 32, 1, 1),
             pack(args, x=source, w=work.w, y=result, accumulate=work.accumulate, bias=work.bias),
@@ -161,7 +160,11 @@ class GroupedGather:
         return Fragment(f"{self.name}_{work.direction}", (launch,))
 
     def instances(self) -> Iterable[Instance]:
-        return dict.fromkeys(_instance(unit, dtype, exact) for unit, dtype, exact in every_unit())
+        return [
+            _instance(unit, dtype, across, exact)
+            for unit, dtype, exact in every_unit()
+            for across in (False, True)
+        ]
 
 
 def choose_box(work: ConvWork, axes: list[LatticeAxis], device: CudaDevice) -> Box:
@@ -354,5 +357,5 @@ def _tap_stride(work: ConvWork, axes: list[LatticeAxis]) -> int:
     return found
 
 
-def _instance(unit: Unit, dtype: DType, exact: bool) -> Instance:
-    return Instance.of("grouped/grouped_gather.cu", **unit.defines(dtype, exact))
+def _instance(unit: Unit, dtype: DType, across: bool, exact: bool) -> Instance:
+    return Instance.of("grouped/grouped_gather.cu", **unit.defines(dtype, across, exact))

@@ -38,7 +38,6 @@ struct GroupedGatherArgs {
   int w_pitch;   // bytes between output channels of the weights
   int activation;
   int plain;  // no epilogue
-  int across, bfloat16;  // gradient of the input; the type of Bits16
   int tile[4];    // positions: images, D, H, W
   int tiles[4];   // in the largest phase
   int x_size[3];
@@ -91,9 +90,9 @@ __device__ Spot spot_of(const GroupedGatherArgs& args, const Place& place, u32 i
 }
 
 // Finishes one sum.
-template <class T>
 __device__ __forceinline__ void settle(const GroupedGatherArgs& args, const Spot& spot, float value,
                                        i64 at, int group, int k) {
+  using T = ELEMENT;
   at += spot.y + group * args.y_group + k;
   const T* accumulate = static_cast<const T*>(args.accumulate);
   if (accumulate != nullptr) accumulate += at;

@@ -3,7 +3,7 @@
 //
 // A step of the reduction is two chunks of one tap each, multiplied on tensor cores; with EXACT, for
 // exact float32, it is one chunk multiplied by FMAs, and each lane has the same sums as with tensor
-// cores. The weights' chunks are along the source's channels or, `across`, the result's.
+// cores. The weights' chunks are along the source's channels (ACROSS 0) or the result's (ACROSS 1).
 #pragma once
 
 #include "grouped/grouped_box.cuh"
@@ -36,12 +36,11 @@ struct Operands {
   u32 weights;
   const char* base;  // half of shared memory
   int own_a, own_b;  // EXACT: start of this lane's group
-  int across;        // EXACT, whose registers do not suffice for a loop for each direction
 };
 
 #if EXACT
 // Computes kRows * 16 positions; lane l has the address of row l % 16 of each 16 in the box.
-template <class, bool, int kRows>
+template <int kRows>
 __device__ __forceinline__ void multiply(float (&sum)[PACK][kRows][NF][4],
                                          const u32 (&from_a)[kRows], const Operands& from) {
   static_assert(PACK == 1, "a lane's columns are of one merge");
@@ -57,7 +56,7 @@ __device__ __forceinline__ void multiply(float (&sum)[PACK][kRows][NF][4],
     }
   }
   const char* const weights = from.base + (from.weights - base_at) + from.own_b +
-                              (from.across ? pair * 8 : pair * 2 * from.w_pitch);
+                              (ACROSS ? pair * 8 : pair * 2 * from.w_pitch);
 #pragma unroll 1
   for (int step = 0; step < from.steps; ++step) {
     const Step at = from.all[step];
@@ -65,7 +64,7 @@ __device__ __forceinline__ void multiply(float (&sum)[PACK][kRows][NF][4],
 #pragma unroll
     for (int j = 0; j < NF; ++j) {
       const char* const here = weights + at.b + j * from.column_bytes;
-      if (from.across) {
+      if constexpr (ACROSS) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           const float2 two = *reinterpret_cast<const float2*>(here + e * from.w_pitch);
@@ -101,9 +100,10 @@ __device__ __forceinline__ void multiply(float (&sum)[PACK][kRows][NF][4],
 }
 #else
 // Computes kRows * 16 positions; lane l has the address of row l % 16 of each 16 in the box.
-template <class T, bool kAcross, int kRows>
+template <int kRows>
 __device__ __forceinline__ void multiply(float (&sum)[PACK][kRows][NF][4],
                                          const u32 (&from_a)[kRows], const Operands& from) {
+  using T = ELEMENT;
   const int lane = threadIdx.x & 31;
   const u32 lane_b = from.weights + (lane & 7) * from.w_pitch +
                      (lane >> 4) * (PACK == 2 ? from.merge_bytes : from.column_bytes);
@@ -115,7 +115,7 @@ __device__ __forceinline__ void multiply(float (&sum)[PACK][kRows][NF][4],
   for (int step = 0; step < from.steps; ++step) {
     const int a_offset = a_steps[step * 2].a;
     u32 b[PACK * NF + 1][2];
-    if constexpr (kAcross && kSize == 4) {
+    if constexpr (ACROSS && kSize == 4) {
       const int near = from.all[step * 2].b, far = from.all[step * 2 + 1].b;
 #pragma unroll
       for (int s = 0; s < PACK; ++s) {
@@ -132,7 +132,7 @@ __device__ __forceinline__ void multiply(float (&sum)[PACK][kRows][NF][4],
       for (int j = 0; j < PACK * NF; j += 2) {
         u32 four[4];
         const u32 at = lane_b + b_offset + (PACK == 2 ? 0 : j * from.column_bytes);
-        if constexpr (kAcross) {
+        if constexpr (ACROSS) {
           ldmatrix_trans(four, at);
         } else {
           ldmatrix(four, at);
@@ -180,10 +180,11 @@ struct Windows {
 // corners `corner`. A window's six rows are loaded once, 8 positions per matrix, and multiplied from
 // registers by the 3 x 3 taps of 8 channels: two taps of a row in one product, the third in one of
 // half the depth.
-template <class T, bool kAcross, int kWindows>
+template <int kWindows>
 __device__ __forceinline__ void multiply_windows(float (&sum)[PACK][kWindows * 2][NF][4],
                                                  const u32 (&corner)[kWindows],
                                                  const Operands& from, const Windows& of) {
+  using T = ELEMENT;
   static_assert(NF == 1, "8 channels on both sides");
 #pragma unroll 1
   for (int plane = 0; plane < of.planes; ++plane) {
@@ -192,7 +193,7 @@ __device__ __forceinline__ void multiply_windows(float (&sum)[PACK][kWindows * 2
     for (int s = 0; s < PACK; ++s) {
       u32 b[9], near[4], far[4], last_tap[1];
       const u32 b_at = from.weights + s * from.merge_bytes + b_plane + of.tap;
-      if constexpr (kAcross) {
+      if constexpr (ACROSS) {
         ldmatrix_trans(near, b_at);
         ldmatrix_trans(far, b_at + of.next_tap);
         ldmatrix_trans(last_tap, b_at + 2 * of.next_tap);
@@ -235,7 +236,7 @@ __device__ __forceinline__ void multiply_windows(float (&sum)[PACK][kWindows * 2
 
 // Stores a fragment's sums, unrounded or rounded, to a warp's rows.
 template <int kRows, class To>
-__device__ __forceinline__ void put(int bfloat16, const float (&sum)[PACK][kRows][NF][4], int f, To* to,
+__device__ __forceinline__ void put(const float (&sum)[PACK][kRows][NF][4], int f, To* to,
                                     int pitch) {
   const int lane = threadIdx.x & 31;
 #pragma unroll
@@ -244,8 +245,8 @@ __device__ __forceinline__ void put(int bfloat16, const float (&sum)[PACK][kRows
     for (int j = 0; j < NF; ++j) {
       const int swap = kSwapped && sizeof(To) == 2 ? lane >> 4 : 0;
       To* const at = to + lane / 4 * pitch + ((s * NF + j) ^ swap) * 8 + lane % 4 * 2;
-      st_shared_v2(bfloat16, at, sum[s][f][j][0], sum[s][f][j][1]);
-      st_shared_v2(bfloat16, at + 8 * pitch, sum[s][f][j][2], sum[s][f][j][3]);
+      st_shared_v2(at, sum[s][f][j][0], sum[s][f][j][1]);
+      st_shared_v2(at + 8 * pitch, sum[s][f][j][2], sum[s][f][j][3]);
     }
   }
 }

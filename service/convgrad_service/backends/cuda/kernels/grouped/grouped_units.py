@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from convgrad.dtypes import DType
-from convgrad_service.backends.cuda.kernels.core.elements import element_of
 from convgrad_service.backends.cuda.kernels.grouped.grouped_box import lattice_axis
 from convgrad_service.backends.cuda.kernels.grouped.grouped_merge import (
     DTYPES,
@@ -34,10 +33,11 @@ class Unit:
     windows: bool = False
     """Whether positions form windows of 4 x 8, which stay in registers for all 3 x 3 taps."""
 
-    def defines(self, dtype: DType, exact: bool) -> dict[str, object]:
+    def defines(self, dtype: DType, across: bool, exact: bool) -> dict[str, object]:
         return {
             "EXACT": exact,
-            "ELEMENT": element_of(dtype),
+            "ACROSS": across,
+            "ELEMENT": dtype,
             "MF": self.fragments,
             "PACK": self.merges,
             "NF": self.columns,

@@ -29,6 +29,7 @@ using namespace convgrad;
 
 namespace {
 
+using T = ELEMENT;
 constexpr int kChannels = CHANNELS, kTiles = TILES;         // tiles of 16 positions
 constexpr int kChunks = kChannels < 8 ? 1 : kChannels / 8;  // chunks of the source that a result meets
 constexpr int kFrags = kChannels < 16 ? 1 : 2;              // fragments of 8 result channels in a warp
@@ -160,7 +161,6 @@ struct Places {
 
 // Adds the products of a row of the source to the three rows of results that meet it: at its last tap,
 // its second, and its first, which initializes a sum.
-template <class E>
 __device__ __forceinline__ void add_row(Sums& last, Sums& middle, Sums& first, const Weights& w,
                                         const Places& places, u32 from) {
 #pragma unroll
@@ -186,12 +186,12 @@ __device__ __forceinline__ void add_row(Sums& last, Sums& middle, Sums& first, c
         Sums& sum = r == 0 ? first : r == 1 ? middle : last;
 #pragma unroll
         for (int j = 0; j < kTogether; ++j) {
-          mma<E>(sum[i + j][0], pair[j], w[r * 3][0][0], w[r * 3 + 1][0][0]);
+          mma<T>(sum[i + j][0], pair[j], w[r * 3][0][0], w[r * 3 + 1][0][0]);
         }
 #pragma unroll
         for (int j = 0; j < kTogether; ++j) {
           const u32 one[2] = {third[j * 2], third[j * 2 + 1]};
-          mma<E>(sum[i + j][0], one, w[r * 3 + 2][0][0]);
+          mma<T>(sum[i + j][0], one, w[r * 3 + 2][0][0]);
         }
       }
     } else {
@@ -207,7 +207,7 @@ __device__ __forceinline__ void add_row(Sums& last, Sums& middle, Sums& first, c
             Sums& sum = r == 0 ? first : r == 1 ? middle : last;
 #pragma unroll
             for (int f = 0; f < kFrags; ++f) {
-              mma<E>(sum[i][f], a, w[r * 3 + s][c][f], w[r * 3 + s][c + 1 < kChunks ? c + 1 : c][f]);
+              mma<T>(sum[i][f], a, w[r * 3 + s][c][f], w[r * 3 + s][c + 1 < kChunks ? c + 1 : c][f]);
             }
           }
         }
@@ -217,7 +217,6 @@ __device__ __forceinline__ void add_row(Sums& last, Sums& middle, Sums& first, c
 }
 
 // Stores a row of results to shared memory.
-template <class E>
 __device__ __forceinline__ void put_row(const Sums& sum, const Places& places, u32 to) {
 #pragma unroll
   for (int i = 0; i < kTiles; i += kTogether) {
@@ -227,8 +226,8 @@ __device__ __forceinline__ void put_row(const Sums& sum, const Places& places, u
 #pragma unroll
       for (int f = 0; f < kFrags; ++f) {
         const float(&four)[4] = sum[i + j][f];
-        both[j][f][0] = narrow_x2<E>(four[0], four[1]);
-        both[j][f][1] = narrow_x2<E>(four[2], four[3]);
+        both[j][f][0] = narrow_x2<T>(four[0], four[1]);
+        both[j][f][1] = narrow_x2<T>(four[2], four[3]);
       }
     }
     const u32(&other)[2] = both[kTogether - 1][kFrags - 1];
@@ -311,65 +310,61 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     stage.advance(args.stages);
     box_left = args.box_rows;
   };
-  // Loops of their own: mma of a type that is chosen by a predicate takes up to 1.4 times as long.
-  as_type<Bits16>(args.bfloat16, [&](auto like) {
-    using E = decltype(like);
-    for (int unit = blockIdx.y; unit < args.units; unit += gridDim.y) {
-      const GroupedUnit at = unit_at(args, unit);
-      const int rows = at.rows;
-      // The row of results that the next row of the source finishes.
-      int row = at.source_row - (at.row + args.first[0]) - 2, source_left = at.source_rows;
-      const auto put = [&](const Sums& sum) {
-        put_row<E>(sum, places, to);
-        to += args.result_row;
-        if (--slot_left == 0 || row + 1 == rows) {
-          fence_proxy_async();
-          __syncwarp();
-          if (lane == 0) mbarrier_arrive(shared.done + 8 * slot.at);
-          slot.advance(args.slots);
-          mbarrier_wait(shared.empty + 8 * slot.at, slot.parity ^ 1);
-          to = shared.slots + slot.at * args.slot_bytes;
-          slot_left = args.slot_rows;
-        }
-      };
-      const auto advance = [&](Sums& last, Sums& middle, Sums& first) {
-        add_row<E>(last, middle, first, w, places, from);
-        from += row_bytes;
-        if (row >= 0) put(last);
-        ++row;
-        if (--source_left == 0) return false;
-        if (--box_left == 0) next_box();
-        return true;
-      };
-      // Rows that the last rows of the source leave unfinished, if there is padding below.
-      const auto finish = [&](const Sums& last, const Sums& middle) {
-        if (row >= 0 && row < rows) put(last);
-        if (++row < rows) put(middle);
-      };
-      Sums a, b, c;
-#pragma unroll
-      for (int i = 0; i < kTiles; ++i) {
-#pragma unroll
-        for (int f = 0; f < kFrags; ++f) {
-#pragma unroll
-          for (int e = 0; e < 4; ++e) a[i][f][e] = b[i][f][e] = c[i][f][e] = 0;
-        }
+  for (int unit = blockIdx.y; unit < args.units; unit += gridDim.y) {
+    const GroupedUnit at = unit_at(args, unit);
+    const int rows = at.rows;
+    // The row of results that the next row of the source finishes.
+    int row = at.source_row - (at.row + args.first[0]) - 2, source_left = at.source_rows;
+    const auto put = [&](const Sums& sum) {
+      put_row(sum, places, to);
+      to += args.result_row;
+      if (--slot_left == 0 || row + 1 == rows) {
+        fence_proxy_async();
+        __syncwarp();
+        if (lane == 0) mbarrier_arrive(shared.done + 8 * slot.at);
+        slot.advance(args.slots);
+        mbarrier_wait(shared.empty + 8 * slot.at, slot.parity ^ 1);
+        to = shared.slots + slot.at * args.slot_bytes;
+        slot_left = args.slot_rows;
       }
-      next_box();
-      while (true) {
-        if (!advance(a, b, c)) {
-          finish(b, c);
-          break;
-        }
-        if (!advance(b, c, a)) {
-          finish(c, a);
-          break;
-        }
-        if (!advance(c, a, b)) {
-          finish(a, b);
-          break;
-        }
+    };
+    const auto advance = [&](Sums& last, Sums& middle, Sums& first) {
+      add_row(last, middle, first, w, places, from);
+      from += row_bytes;
+      if (row >= 0) put(last);
+      ++row;
+      if (--source_left == 0) return false;
+      if (--box_left == 0) next_box();
+      return true;
+    };
+    // Rows that the last rows of the source leave unfinished, if there is padding below.
+    const auto finish = [&](const Sums& last, const Sums& middle) {
+      if (row >= 0 && row < rows) put(last);
+      if (++row < rows) put(middle);
+    };
+    Sums a, b, c;
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+      for (int f = 0; f < kFrags; ++f) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) a[i][f][e] = b[i][f][e] = c[i][f][e] = 0;
       }
     }
-  });
+    next_box();
+    while (true) {
+      if (!advance(a, b, c)) {
+        finish(b, c);
+        break;
+      }
+      if (!advance(b, c, a)) {
+        finish(c, a);
+        break;
+      }
+      if (!advance(c, a, b)) {
+        finish(a, b);
+        break;
+      }
+    }
+  }
 }

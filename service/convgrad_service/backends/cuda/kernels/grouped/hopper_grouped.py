@@ -105,7 +105,7 @@ class HopperGrouped:
         args.w_pairs = c == 1 and not any(stride % 2 for stride in (w.strides[0], k, r, s))
         args.groups = work.groups
         args.x_size[:], args.y_size[:] = x_size, y_size
-        args.backward, args.bfloat16 = backward, work.dtype is DType.BFLOAT16
+        args.backward = backward
         args.first[:] = [first_of(work, dim) for dim in (1, 2)]
         args.units, args.images = cut.units(work.batch), cut.images
         args.piece[:], args.pieces[:] = (cut.rows, cut.columns), cut.pieces
@@ -131,7 +131,7 @@ class HopperGrouped:
             "y_map": (result, _map(work, result, y_size, y_box)),
         }
         launch = Launch(
-            _instance(work.in_channels, cut.tiles, cut.teams, cut.blocks),
+            _instance(work.dtype, work.in_channels, cut.tiles, cut.teams, cut.blocks),
             (slices, workers, 1),
             (((4 if cut.weight_bytes else 8) * cut.teams + 1) * 32, 1, 1),
             pack_maps(args, maps, w=w),
@@ -143,7 +143,8 @@ class HopperGrouped:
 
     def instances(self) -> Iterable[Instance]:
         return [
-            _instance(channels, tiles, teams, blocks_of(channels, tiles, teams))
+            _instance(dtype, channels, tiles, teams, blocks_of(channels, tiles, teams))
+            for dtype in IN_16_BITS
             for channels, some in TILES.items()
             for tiles in some
             for teams in ((2, 1) if channels >= COPIED else (1,))
@@ -168,10 +169,11 @@ def _map(
     )
 
 
-def _instance(channels: int, tiles: int, teams: int, blocks: int) -> Instance:
+def _instance(dtype: DType, channels: int, tiles: int, teams: int, blocks: int) -> Instance:
     return Instance.of(
         "grouped/hopper_grouped.cu",
         HOPPER,
+        ELEMENT=dtype,
         CHANNELS=channels,
         TILES=tiles,
         TEAMS=teams,
