@@ -43,7 +43,7 @@ class WindowRoutes(FromIndices[WindowForm]):
         self, work: WindowWork, device: CudaDevice, config: WindowForm, bad: str | None
     ) -> Launch:
         form, width, dilated = config, _width(work, config), _finds_gaps(work, config)
-        span = _span(work, form, dilated)
+        span = SPAN if self._moves else _span(work, form, dilated)
         most = CHUNK_BYTES // work.dtype.itemsize
         store = 1 if form.inner > 1 or form.y_size[2] % span else min(span, most)
         dtypes, vector = (work.x_dtype or work.dtype, work.dtype), (width, store, span)
@@ -60,7 +60,8 @@ class WindowRoutes(FromIndices[WindowForm]):
         found = []
         for dtype in MOVED.values() if self._moves else FLOATING:
             most = CHUNK_BYTES // dtype.itemsize
-            vectors = [(width, 1, span) for width in widths(dtype) for span in (1, SPAN)]
+            spans = (SPAN,) if self._moves else (1, SPAN)
+            vectors = [(width, 1, span) for width in widths(dtype) for span in spans]
             vectors.append((1, min(SPAN, most), SPAN))
             found += [_instance((dtype, dtype), vector, self._moves, False) for vector in vectors]
             if not self._moves:
