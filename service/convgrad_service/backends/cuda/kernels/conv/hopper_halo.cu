@@ -23,7 +23,6 @@
 //   elsewhere.
 #include "core/pipeline_state.cuh"
 #include "conv/hopper_halo_result.cuh"
-#include "core/bits16.cuh"
 #include "ptx/pdl.cuh"
 #include "ptx/warpgroup.cuh"
 
@@ -31,7 +30,7 @@ using namespace convgrad;
 
 namespace {
 
-using T = Bits16;
+using T = ELEMENT;
 constexpr int kColumns = COLUMNS;
 constexpr int kTileK = 32;  // channels of a chunk
 constexpr Major kWeights = ACROSS ? kMajorMn : kMajorK;
@@ -178,81 +177,78 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const u64 b_first =
         k_major_descriptor<64>(ring) + group * args.group_pixels * (kRowBytes / 16);
 
-    as_type<T>(args.bfloat16, [&](auto like) {
-      using E = decltype(like);
-      float sum[kColumns / 8][4];
-      clear_sums(sum);
-      PipelineState first, w_state;  // the former is of the tile's first slice
-      for (int tile = blockIdx.x; tile < args.all_tiles; tile += gridDim.x) {
-        PipelineState x_state;
-        for (int pass = 0; pass < args.passes; ++pass) {
-          const HaloPass& now = tables.pass[pass];
-          int add = 0;  // scale_d: accumulate onto the previous sums
-          // mbarriers to arrive at once the previous step is complete, or 0.
-          u32 x_empty_barrier = 0, w_empty_barrier = 0;
-          const auto release = [&] {
-            if (lane == 0) {
-              if (x_empty_barrier != 0) mbarrier_arrive(x_empty_barrier);
-              if (w_empty_barrier != 0) mbarrier_arrive(w_empty_barrier);
-            }
-            __syncwarp();
-            x_empty_barrier = w_empty_barrier = 0;
-          };
-          // Also waits for the previous wgmmas.
-          const auto multiply_taps = [&](u64 a_step, u64 b_step, const HaloTap* from, auto count) {
-            HaloTap tap[count.value];
-#pragma unroll
-            for (int i = 0; i < count.value; ++i) tap[i] = from[i];
-            wgmma_fence();
-#pragma unroll
-            for (int i = 0; i < count.value; ++i) {
-              const u64 a = a_step + tap[i].weight, b = b_step + tap[i].pixel;
-              wgmma<E, kWeights, kMajorK>(sum, a, b, i == 0 ? add : 1);
-              wgmma<E, kWeights, kMajorK>(sum, a + a_next, b + 2, 1);
-            }
-            add = 1;
-            wgmma_commit();
-            wgmma_wait<1>();
-            release();
-          };
-          x_state = first;
-          for (int chunk = 0; chunk < args.chunks; ++chunk) {
-            int slice = 0;
-            for (int i = 0; i < now.steps; ++i) {
-              const HaloStep step = tables.step[now.first_step + i];
-              const int taps = __shfl_sync(0xffffffff, static_cast<int>(step.taps), 0);
-              for (; slice < step.slice; ++slice) x_state.advance(args.stages);
-              const u32 w_at = args.slots == 0 ? chunk : w_state.index;
-              mbarrier_wait(barriers.x_full + 8 * x_state.index, x_state.parity);
-              mbarrier_wait(barriers.w_full + 8 * w_at, w_state.parity);
-              const u64 a_step =
-                  a_first + (w_at * (args.slots == 0 ? args.chunk_bytes : args.slot_bytes) >> 4);
-              const u64 b_step = b_first + (static_cast<u32>(x_state.index) * args.stage_bytes >> 4);
-              // Three taps at a time, so that the tensor cores do not wait for address arithmetic.
-              int j = 0;
-              for (; j + 3 <= taps; j += 3) {
-                multiply_taps(a_step, b_step, &tables.tap[step.first_tap + j], Count<3>());
-              }
-              if (j + 2 == taps) {
-                multiply_taps(a_step, b_step, &tables.tap[step.first_tap + j], Count<2>());
-              } else if (j + 1 == taps) {
-                multiply_taps(a_step, b_step, &tables.tap[step.first_tap + j], Count<1>());
-              }
-              x_empty_barrier = step.last ? barriers.x_empty + 8 * x_state.index : 0;
-              w_empty_barrier = args.slots != 0 ? barriers.w_empty + 8 * w_at : 0;
-              if (args.slots != 0) w_state.advance(args.slots);
-            }
-            for (; slice < args.slices; ++slice) x_state.advance(args.stages);
+    float sum[kColumns / 8][4];
+    clear_sums(sum);
+    PipelineState first, w_state;  // the former is of the tile's first slice
+    for (int tile = blockIdx.x; tile < args.all_tiles; tile += gridDim.x) {
+      PipelineState x_state;
+      for (int pass = 0; pass < args.passes; ++pass) {
+        const HaloPass& now = tables.pass[pass];
+        int add = 0;  // scale_d: accumulate onto the previous sums
+        // mbarriers to arrive at once the previous step is complete, or 0.
+        u32 x_empty_barrier = 0, w_empty_barrier = 0;
+        const auto release = [&] {
+          if (lane == 0) {
+            if (x_empty_barrier != 0) mbarrier_arrive(x_empty_barrier);
+            if (w_empty_barrier != 0) mbarrier_arrive(w_empty_barrier);
           }
-          HaloResults results(args, now, HaloTile(args, tile));
-          wgmma_wait<0>();
-          fence_accumulators(sum);
+          __syncwarp();
+          x_empty_barrier = w_empty_barrier = 0;
+        };
+        // Also waits for the previous wgmmas.
+        const auto multiply_taps = [&](u64 a_step, u64 b_step, const HaloTap* from, auto count) {
+          HaloTap tap[count.value];
+#pragma unroll
+          for (int i = 0; i < count.value; ++i) tap[i] = from[i];
+          wgmma_fence();
+#pragma unroll
+          for (int i = 0; i < count.value; ++i) {
+            const u64 a = a_step + tap[i].weight, b = b_step + tap[i].pixel;
+            wgmma<T, kWeights, kMajorK>(sum, a, b, i == 0 ? add : 1);
+            wgmma<T, kWeights, kMajorK>(sum, a + a_next, b + 2, 1);
+          }
+          add = 1;
+          wgmma_commit();
+          wgmma_wait<1>();
           release();
-          if (now.steps == 0) clear_sums(sum);
-          put_results<E>(results, sum, staging + warp * kHaloStaging);
+        };
+        x_state = first;
+        for (int chunk = 0; chunk < args.chunks; ++chunk) {
+          int slice = 0;
+          for (int i = 0; i < now.steps; ++i) {
+            const HaloStep step = tables.step[now.first_step + i];
+            const int taps = __shfl_sync(0xffffffff, static_cast<int>(step.taps), 0);
+            for (; slice < step.slice; ++slice) x_state.advance(args.stages);
+            const u32 w_at = args.slots == 0 ? chunk : w_state.index;
+            mbarrier_wait(barriers.x_full + 8 * x_state.index, x_state.parity);
+            mbarrier_wait(barriers.w_full + 8 * w_at, w_state.parity);
+            const u64 a_step =
+                a_first + (w_at * (args.slots == 0 ? args.chunk_bytes : args.slot_bytes) >> 4);
+            const u64 b_step = b_first + (static_cast<u32>(x_state.index) * args.stage_bytes >> 4);
+            // Three taps at a time, so that the tensor cores do not wait for address arithmetic.
+            int j = 0;
+            for (; j + 3 <= taps; j += 3) {
+              multiply_taps(a_step, b_step, &tables.tap[step.first_tap + j], Count<3>());
+            }
+            if (j + 2 == taps) {
+              multiply_taps(a_step, b_step, &tables.tap[step.first_tap + j], Count<2>());
+            } else if (j + 1 == taps) {
+              multiply_taps(a_step, b_step, &tables.tap[step.first_tap + j], Count<1>());
+            }
+            x_empty_barrier = step.last ? barriers.x_empty + 8 * x_state.index : 0;
+            w_empty_barrier = args.slots != 0 ? barriers.w_empty + 8 * w_at : 0;
+            if (args.slots != 0) w_state.advance(args.slots);
+          }
+          for (; slice < args.slices; ++slice) x_state.advance(args.stages);
         }
-        first = x_state;
+        HaloResults results(args, now, HaloTile(args, tile));
+        wgmma_wait<0>();
+        fence_accumulators(sum);
+        release();
+        if (now.steps == 0) clear_sums(sum);
+        put_results<T>(results, sum, staging + warp * kHaloStaging);
       }
-    });
+      first = x_state;
+    }
   }
 }

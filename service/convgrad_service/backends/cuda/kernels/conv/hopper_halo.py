@@ -124,7 +124,7 @@ class HopperHalo:
         args = HopperHaloArgs()
         args.y_stride[:] = result.strides
         args.alpha, args.beta = work.alpha, work.beta
-        args.out_channels, args.bfloat16 = written, work.dtype is DType.BFLOAT16
+        args.out_channels = written
         args.activation, args.plain = ACTIVATIONS[work.activation], work.epilogue_free
         size = work.sizes[1]
         args.wide_stores = in_whole_chunks(result, (work.batch, 1, written, *size), 2)
@@ -147,7 +147,7 @@ class HopperHalo:
             "w_map": (w.operand, _weight_map(work, w.operand, tile, backward=backward)),
         }
         launch = Launch(
-            _instance(tile.columns, backward=backward),
+            _instance(work.dtype, tile.columns, backward=backward),
             (min(tile.count, device.multiprocessors), 1, 1),
             (THREADS, 1, 1),
             pack_maps(args, maps, y=result, accumulate=work.accumulate, bias=work.bias),
@@ -167,7 +167,8 @@ class HopperHalo:
 
     def instances(self) -> Iterable[Instance]:
         return [
-            _instance(columns, backward=backward)
+            _instance(dtype, columns, backward=backward)
+            for dtype in IN_16_BITS
             for backward in (False, True)
             for columns in COLUMNS
         ]
@@ -228,5 +229,7 @@ def _weight_map(work: ConvWork, operand: Operand, tile: HaloTile, *, backward: b
     )
 
 
-def _instance(columns: int, *, backward: bool) -> Instance:
-    return Instance.of("conv/hopper_halo.cu", HOPPER, ACROSS=backward, COLUMNS=columns)
+def _instance(dtype: DType, columns: int, *, backward: bool) -> Instance:
+    return Instance.of(
+        "conv/hopper_halo.cu", HOPPER, ELEMENT=dtype, ACROSS=backward, COLUMNS=columns
+    )

@@ -78,7 +78,6 @@ struct HopperHaloArgs {
   int row_channels;  // result channels in M: 64, or 32 twice (the second time one position deeper)
   int deeper_first;  // in the latter case, rows of the deeper position come first
   int passes;
-  int bfloat16;  // the type of elements: float16 if 0
   HaloTables tables;
 };
 
