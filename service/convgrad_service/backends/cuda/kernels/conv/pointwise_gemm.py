@@ -136,7 +136,7 @@ class PointwiseGemm:
         by_tma = not config.reduces and result.dtype is work.dtype
         stages = config.stages(product, device)
         launch = Launch(
-            _instance(config, product),
+            _instance(work.dtype, config, product),
             config.grid(product, device),
             (config.threads, 1, 1),
             pack_maps(
@@ -175,7 +175,8 @@ class PointwiseGemm:
         products += [_like(b, a, transposed=True) for a, b in majors[:2]]
         products += [replace(_like(True, b, transposed=False), images=1) for _, b in majors[:2]]
         found = {
-            _instance(one, product): None
+            _instance(dtype, one, product): None
+            for dtype in IN_16_BITS
             for product in products
             for config in every_config(product.menu)
             for one in (config, *sharing(config, product))
@@ -216,8 +217,8 @@ def _arguments(work: ConvWork, product: Product, config: Config, stages: int) ->
     return args
 
 
-def _instance(config: Config, product: Product) -> Instance:
-    return Instance.of("conv/pointwise_gemm.cu", HOPPER, **config.defines(product))
+def _instance(dtype: DType, config: Config, product: Product) -> Instance:
+    return Instance.of("conv/pointwise_gemm.cu", HOPPER, **config.defines(dtype, product))
 
 
 def _operands(work: ConvWork) -> tuple[Operand, Operand]:

@@ -10,8 +10,8 @@ using namespace convgrad;
 
 namespace {
 
-// Elements of 16 bits; their type, which only products and roundings depend on, is an argument.
-using T = Bits16;
+// Bits16, whose type is an argument, where registers suffice for a consumer loop for each type.
+using T = ELEMENT;
 using OperandA = GemmOperand<T, A_MN != 0, A_BYTES, BM, DEPTH>;
 using OperandB = GemmOperand<T, B_MN != 0, B_BYTES, BN, DEPTH>;
 // Whether two warpgroups take alternate tiles, so that one's epilogue overlaps the other's mainloop.

@@ -15,10 +15,15 @@ struct Is {
   static constexpr bool value = kValue;
 };
 
+template <class T>
+constexpr bool kDecidedByLaunch = false;
+template <>
+constexpr bool kDecidedByLaunch<Bits16> = true;
+
 // Calls `each` with an element of type T or, for Bits16, of the launch's type.
 template <class T, class Each>
 __device__ __forceinline__ void as_type(int bfloat16, Each each) {
-  if constexpr (sizeof(T) != sizeof(Bits16)) {
+  if constexpr (!kDecidedByLaunch<T>) {
     each(T{});
   } else if (bfloat16) {
     each(bf16{});

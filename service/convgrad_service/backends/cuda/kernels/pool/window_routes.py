@@ -24,8 +24,6 @@ __all__ = ["WindowRoutes"]
 BLOCK = 128
 # Adjacent positions of a thread along the last axis.
 SPAN = 4
-# Elements of `inner` where x and y have different types, in the stages of a pooling.
-STAGE_WIDTHS = (4, 1)
 
 
 class WindowRoutes(FromIndices[WindowForm]):
@@ -43,7 +41,7 @@ class WindowRoutes(FromIndices[WindowForm]):
         self, work: WindowWork, device: CudaDevice, config: WindowForm, bad: str | None
     ) -> Launch:
         form, width, dilated = config, _width(work, config), _finds_gaps(work, config)
-        span = SPAN if self._moves else _span(work, form, dilated)
+        span = 1 if form.windows[2].is_identity or dilated else SPAN
         most = CHUNK_BYTES // work.dtype.itemsize
         store = 1 if form.inner > 1 or form.y_size[2] % span else min(span, most)
         dtypes, vector = (work.x_dtype or work.dtype, work.dtype), (width, store, span)
@@ -57,32 +55,21 @@ class WindowRoutes(FromIndices[WindowForm]):
         )
 
     def instances(self) -> Iterable[Instance]:
-        found = []
-        for dtype in MOVED.values() if self._moves else FLOATING:
-            most = CHUNK_BYTES // dtype.itemsize
-            spans = (SPAN,) if self._moves else (1, SPAN)
-            vectors = [(width, 1, span) for width in widths(dtype) for span in spans]
-            vectors.append((1, min(SPAN, most), SPAN))
-            found += [_instance((dtype, dtype), vector, self._moves, False) for vector in vectors]
-            if not self._moves:
-                found.append(_instance((dtype, dtype), (1, 1, 1), self._moves, True))
+        # Sums of one stage of a pooling are of wider types than its input.
+        dtypes = [(one, one) for one in (MOVED.values() if self._moves else FLOATING)]
         if not self._moves:
-            for half in (DType.FLOAT16, DType.BFLOAT16):
-                for width in STAGE_WIDTHS:
-                    found.append(_instance((half, DType.FLOAT32), (width, 1, 1), False, False))
-                    found.append(_instance((DType.FLOAT32, half), (width, 1, SPAN), False, False))
-                found.append(_instance((DType.FLOAT32, half), (1, SPAN, SPAN), False, False))
+            halves = (DType.FLOAT16, DType.BFLOAT16)
+            mixed = [(half, DType.FLOAT32) for half in halves]
+            dtypes += [pair for one in mixed for pair in (one, one[::-1])]
+        found = []
+        for source, dtype in dtypes:
+            most = CHUNK_BYTES // dtype.itemsize
+            vectors = [(width, 1, span) for width in widths(source, dtype) for span in (1, SPAN)]
+            vectors.append((1, min(SPAN, most), SPAN))
+            found += [_instance((source, dtype), vector, self._moves, False) for vector in vectors]
+            if source is dtype and not self._moves:
+                found.append(_instance((source, dtype), (1, 1, 1), self._moves, True))
         return found
-
-
-def _span(work: WindowWork, form: WindowForm, dilated: bool) -> int:
-    """Return the adjacent positions of a thread along the last axis."""
-    source = work.x_dtype or work.dtype
-    if source is not work.dtype:
-        # Of a pooling axis by axis: first another axis than the last, to sums of a wider type, and
-        # at last the last one, where it has windows.
-        return SPAN if source.itemsize > work.dtype.itemsize else 1
-    return 1 if form.windows[2].is_identity or dilated else SPAN
 
 
 def _finds_gaps(work: WindowWork, form: WindowForm) -> bool:
@@ -91,11 +78,7 @@ def _finds_gaps(work: WindowWork, form: WindowForm) -> bool:
 
 
 def _width(work: WindowWork, form: WindowForm) -> int:
-    if _finds_gaps(work, form):
-        return 1
-    width = form.width(work.x_dtype or work.dtype, work.dtype)
-    mixed = work.x_dtype not in (None, work.dtype)
-    return width if not mixed or width in STAGE_WIDTHS else 1
+    return 1 if _finds_gaps(work, form) else form.width(work.x_dtype or work.dtype, work.dtype)
 
 
 def _instance(
