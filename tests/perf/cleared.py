@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,15 @@ class Cleared:
         """The row of this name, if it is good for the key."""
         row = self._rows.get(self._name(name))
         return row if row is not None and row["key"] == key else None
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        return list(self._rows.values())
+
+    def drop(self, unwanted: Callable[[Mapping[str, Any]], bool]) -> None:
+        with self._lock:
+            self._rows = {name: row for name, row in self._read().items() if not unwanted(row)}
+            self._write()
 
     def put(self, rows: Iterable[dict[str, Any]]) -> None:
         """In place of older rows of the same names."""

@@ -1,16 +1,19 @@
 """Compiles every GPU kernel that a plan can choose, without a GPU, and reads what each uses.
 
     python -m tests.perf.compile_kernels [--arch sm_90a ...] [--match gather] [--processes 15]
-        [--seconds 100] [--shard 2/8] [--afresh]
+        [--seconds 100] [--shard 2/8] [--afresh] [--merge compiled.jsonl ...]
 
 A shard is a kernel's source on one architecture, with all of its instances. What was found of it is
 a line of tests/perf/results/compiled.jsonl, good as long as its key is: a hash of the source with
 all that it includes, of the options and instances, and of the compiler's version. Only what has no
 such line is compiled. A run that was ended, or that ends itself after `--seconds`, leaves the lines
 of unfinished shards with the instances that are ``done``, and the next run goes on with the others.
-`--shard` takes every eighth shard, from the second on, so that several machines share the work.
+`--shard` takes every eighth shard, from the second on, so that several machines share the work; and
+`--merge` compiles nothing, but takes over what still holds of their results, and drops the lines of
+kernels that are gone.
 
-Fails where something does not compile, or spills registers.
+Fails where something does not compile, or spills registers. Needs no packages but NumPy, ml_dtypes,
+Pydantic and NVRTC.
 """
 
 from __future__ import annotations
@@ -143,6 +146,28 @@ def compiled(compiler: Compiler, instance: Instance) -> Line:
     return Line(instance, resources, "", time.perf_counter() - started)
 
 
+def merge(kept: Cleared, others: Iterable[Path], compilers: Mapping[str, Compiler]) -> str:
+    """Take over the lines of other files that hold for this tree, and drop those of no shard."""
+    names = ("source", "architecture")
+    keys = {
+        (one.source, one.architecture): one.key(compilers[one.architecture])
+        for one in shards(tuple(compilers), "")
+    }
+
+    def name_of(row: Mapping[str, Any]) -> tuple[str, str]:
+        return row["source"], row["architecture"]
+
+    given = [row for path in others for row in Cleared(path, names).rows]
+    valid = [row for row in given if keys.get(name_of(row)) == row["key"]]
+    kept.put(valid)
+    kept.drop(lambda row: row["architecture"] in compilers and name_of(row) not in keys)
+    whole = sum(
+        keys.get(name_of(row)) == row["key"] and row["good"] == row["instances"]
+        for row in kept.rows
+    )
+    return f"{len(valid)} of {len(given)} lines hold; {whole} of {len(keys)} shards are whole"
+
+
 def main(given: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--arch", nargs="*", default=list(ARCHITECTURES))
@@ -153,19 +178,23 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--afresh", action="store_true", help="compile what was compiled before")
     parser.add_argument("--git-sha", help="of the tree, where there is no git to ask")
     parser.add_argument("--results", type=Path, help="another file of results")
+    parser.add_argument("--merge", type=Path, nargs="+", help="results of other machines")
     asked = parser.parse_args(given)
     try:
         nvrtc = find_nvrtc()
     except CompileError as error:
         parser.exit(1, f"{error}\n")
     compilers = {name: Compiler(nvrtc, name, cache=None) for name in asked.arch}
+    kept = Cleared(asked.results or RESULTS, ("source", "architecture"))
+    if asked.merge:
+        print(merge(kept, asked.merge, compilers))
+        return 0
     first, step = map(int, asked.shard.split("/"))
     work = list(shards(asked.arch, asked.match))[first - 1 :: step]
     version = ".".join(map(str, nvrtc.version))
     where = origin("none: compiled for", {"nvrtc": version})
     if asked.git_sha:
         where["git_sha"] = asked.git_sha
-    kept = Cleared(asked.results or RESULTS, ("source", "architecture"))
 
     def keep(some: Iterable[Progress]) -> None:
         kept.put(

@@ -25,7 +25,10 @@ def origin(device: str, versions: Mapping[str, str]) -> dict[str, Any]:
 
 def _output(*command: str) -> str | None:
     here = Path(__file__).parent
-    done = subprocess.run(command, cwd=here, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(command, cwd=here, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return None
     return done.stdout.strip() or None
 
 

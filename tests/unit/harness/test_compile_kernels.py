@@ -109,6 +109,21 @@ def test_shards_are_shared_out_and_add_up(compiled: list[str], tmp_path: Path) -
     assert len(compiled) == sum(len(one.instances) for one in everything)
 
 
+def test_results_of_other_machines_are_merged_if_they_hold(
+    compiled: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "other.jsonl"
+    assert compile_kernels.main([*COPY, "--results", str(other)]) == 0
+    gone = {"source": "gone.cu", "architecture": "sm_80", "key": "1", "good": 1, "instances": 1}
+    (tmp_path / "compiled.jsonl").write_text(json.dumps(gone))
+    first, second = map(json.loads, other.read_text().splitlines())
+    other.write_text(f"{json.dumps(first)}\n{json.dumps(second | {'key': 'older'})}\n")
+    assert compile_kernels.main(["--merge", str(other)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("1 of 2 lines hold; 1 of ")
+    assert rows(tmp_path) == [first]
+    assert len(compiled) == first["instances"] + second["instances"]
+
+
 def test_a_run_that_is_ended_keeps_what_it_found(tmp_path: Path) -> None:
     kept = Cleared(tmp_path / "rows.jsonl", ("name",))
     kept.put([{"name": "a", "key": "1"}])

@@ -21,6 +21,7 @@
 // Determinism: one order of additions per result and number of shares.
 // Limits: rows of y and elements of a row below 2^31; 64-bit offsets elsewhere.
 #include "conv/hopper_first_sums.cuh"
+#include "core/bits16.cuh"
 #include "ptx/pdl.cuh"
 #include "ptx/warpgroup.cuh"
 
@@ -28,7 +29,7 @@ using namespace convgrad;
 
 namespace {
 
-using T = ELEMENT;
+using T = Bits16;
 using Steps = StepsOf<T>;
 constexpr int kMostStages = 16, kMostThreads = 448;
 constexpr int kSums = 1;  // a named barrier
@@ -102,61 +103,63 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
     const Own place(args, block.first_tile * 64 + own, sizeof(T), apart);
     const u64 b_first = mn_major_descriptor<128>(ring);
 
-    PipelineState state, y_state;
-    int freed = 0, freed_at = 0, index = 0;  // step counters, from the block's first step
-    int y_last = -1;                         // the row of y that wgmmas in flight read
-    const auto free_to = [&](int until) {
-      for (; freed < until; ++freed) {
-        if (lane == 0) mbarrier_arrive(x_empty + freed_at * 8);
-        if (++freed_at == args.x_stages) freed_at = 0;
-      }
-    };
-    u32 a[PRODUCTS][4];
-    fence_accumulators(sum);
-    for (Steps step(args, block); step.there(); step.next()) {
-      mbarrier_wait(x_full + state.index * 8, state.parity);
-      if (step.multiplies()) {
-        int stage = state.index - place.lag;
-        if (stage < 0) stage += args.x_stages;
-        const u32 from = ring + args.raws_at + stage * args.x_stage + place.at + step.lead +
-                         part * PRODUCTS * 16 * apart;
-        // Load A while the wgmmas of the previous row of y run.
-        u32 words[PRODUCTS][2][kWords];
-#pragma unroll
-        for (int i = 0; i < 2 * PRODUCTS; ++i) load_pair(words[i / 2][i % 2], from + 8 * i * apart, apart);
-        mbarrier_wait(y_full + y_state.index * 8, y_state.parity);
-        wgmma_wait<0>();
-        fence_accumulators(sum);
-        if (y_last >= 0 && lane == 0) mbarrier_arrive(y_empty + y_last * 8);
-#pragma unroll
-        for (int i = 0; i < PRODUCTS; ++i) {
-          fence_registers(a[i]);
-          pack_pair(a[i][0], a[i][1], words[i][0]);
-          pack_pair(a[i][2], a[i][3], words[i][1]);
-          fence_registers(a[i]);
+    as_type<T>(args.bfloat16, [&](auto like) {
+      PipelineState state, y_state;
+      int freed = 0, freed_at = 0, index = 0;  // step counters, from the block's first step
+      int y_last = -1;                         // the row of y that wgmmas in flight read
+      const auto free_to = [&](int until) {
+        for (; freed < until; ++freed) {
+          if (lane == 0) mbarrier_arrive(x_empty + freed_at * 8);
+          if (++freed_at == args.x_stages) freed_at = 0;
         }
-        wgmma_fence();
-        const u64 b =
-            advance_descriptor(b_first, y_state.index * args.y_stage + part * PRODUCTS * kDepthBytes);
+      };
+      u32 a[PRODUCTS][4];
+      fence_accumulators(sum);
+      for (Steps step(args, block); step.there(); step.next()) {
+        mbarrier_wait(x_full + state.index * 8, state.parity);
+        if (step.multiplies()) {
+          int stage = state.index - place.lag;
+          if (stage < 0) stage += args.x_stages;
+          const u32 from = ring + args.raws_at + stage * args.x_stage + place.at + step.lead +
+                           part * PRODUCTS * 16 * apart;
+          // Load A while the wgmmas of the previous row of y run.
+          u32 words[PRODUCTS][2][kWords];
 #pragma unroll
-        for (int i = 0; i < PRODUCTS; ++i) {
-          wgmma<T, kMajorMn>(sum, a[i], advance_descriptor(b, i * kDepthBytes), 1);
+          for (int i = 0; i < 2 * PRODUCTS; ++i) load_pair(words[i / 2][i % 2], from + 8 * i * apart, apart);
+          mbarrier_wait(y_full + y_state.index * 8, y_state.parity);
+          wgmma_wait<0>();
+          fence_accumulators(sum);
+          if (y_last >= 0 && lane == 0) mbarrier_arrive(y_empty + y_last * 8);
+#pragma unroll
+          for (int i = 0; i < PRODUCTS; ++i) {
+            fence_registers(a[i]);
+            pack_pair(a[i][0], a[i][1], words[i][0]);
+            pack_pair(a[i][2], a[i][3], words[i][1]);
+            fence_registers(a[i]);
+          }
+          wgmma_fence();
+          const u64 b =
+              advance_descriptor(b_first, y_state.index * args.y_stage + part * PRODUCTS * kDepthBytes);
+#pragma unroll
+          for (int i = 0; i < PRODUCTS; ++i) {
+            wgmma<decltype(like), kMajorMn>(sum, a[i], advance_descriptor(b, i * kDepthBytes), 1);
+          }
+          wgmma_commit();
+          y_last = y_state.index;
+          y_state.advance(args.y_stages);
+          __syncwarp();
+          // Release the rows of x that no later row of y reads.
+          free_to(index - args.before + 1);
+        } else if (step.begins()) {
+          __syncwarp();
+          free_to(index);
         }
-        wgmma_commit();
-        y_last = y_state.index;
-        y_state.advance(args.y_stages);
-        __syncwarp();
-        // Release the rows of x that no later row of y reads.
-        free_to(index - args.before + 1);
-      } else if (step.begins()) {
-        __syncwarp();
-        free_to(index);
+        ++index;
+        state.advance(args.x_stages);
       }
-      ++index;
-      state.advance(args.x_stages);
-    }
-    wgmma_wait<0>();
-    fence_accumulators(sum);
+      wgmma_wait<0>();
+      fence_accumulators(sum);
+    });
   }
   named_barrier_sync(kSums, consumers * 32);
   // All copies have arrived. Warpgroups that share a tile add their accumulators one after another.

@@ -30,6 +30,7 @@ struct HopperFirstTapsArgs {
   u32 x_stage, y_stage;
   u32 made_at;  // float32: offset of y's bfloat16 parts
   u32 raws_at;
+  int bfloat16;  // the type of 16-bit elements: float16 if 0
 };
 
 // The offset of a column's window in a row of x, in elements.

@@ -17,7 +17,6 @@ from convgrad_service.backends.cuda.kernels.conv.first_sum import (
     why_not_summed,
 )
 from convgrad_service.backends.cuda.kernels.core.limits import (
-    DTYPES,
     Requirements,
     why_not_32bit_positions,
 )
@@ -219,7 +218,7 @@ class HopperFirstTaps(Solver[ConvWork, Cut]):
         x_map, y_map = _maps(work, cut, x.operand, y.operand)
         partials = f"{work.prefix}partials"
         launch = Launch(
-            _instance(work.dtype, kind, cut.products, _windows_odd(work)),
+            _instance(kind, cut.products, _windows_odd(work)),
             (blocks, splits, 1),
             (cut.threads, 1, 1),
             pack_maps(
@@ -234,10 +233,8 @@ class HopperFirstTaps(Solver[ConvWork, Cut]):
         )
 
     def instances(self) -> Iterable[Instance]:
-        types = [(dtype, SIXTEEN_BITS) for dtype in DTYPES if dtype.itemsize == 2]
-        types += [(DType.FLOAT32, kind) for kind in SPLIT]
         return [
-            *(_instance(*one, products, odd) for one in types for products, odd in FORMS),
+            *(_instance(kind, *form) for kind in (SIXTEEN_BITS, *SPLIT) for form in FORMS),
             *first_sum_instances(),
         ]
 
@@ -349,6 +346,7 @@ def _args(work: ConvWork, cut: Cut) -> Any:
     fill(args, cut, "odd", "window", "tiles", "groups", "parts", "segment", "segments", "added")
     fill(args, cut, "before", "y_stages", "x_stages", "part", "x_row", "x_stage", "y_stage")
     fill(args, cut, "made_at", "raws_at")
+    args.bfloat16 = work.dtype is DType.BFLOAT16
     return args
 
 
@@ -382,11 +380,11 @@ def _bytes(kind: Kind, strides: tuple[int, ...], sizes: tuple[int, ...]) -> tupl
     return tuple(kind.item * stride if size > 1 else ROW_BYTES for stride, size in pairs)
 
 
-def _instance(dtype: DType, kind: Kind, products: int, odd: bool) -> Instance:
+def _instance(kind: Kind, products: int, odd: bool) -> Instance:
     return Instance.of(
         f"conv/{kind.name}.cu",
         HOPPER,
-        ELEMENT=dtype,
+        ELEMENT=DType.FLOAT32 if kind.made else None,
         PARTS=kind.made or None,
         CHANNELS=kind.channels if kind.made else None,
         PRODUCTS=products,

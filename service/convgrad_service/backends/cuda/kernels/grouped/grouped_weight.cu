@@ -36,10 +36,6 @@ constexpr int kChunk = 16 / kSize;
 constexpr int kDepth = 32 / kSize;  // pixels of one product
 // Whether boxes may be swizzled; without, addresses take fewer instructions.
 constexpr bool kSwizzles = COPY_ENGINE && kSize == 2;
-template <bool kValue>
-struct Is {
-  static constexpr bool value = kValue;
-};
 // On Blackwell two blocks would need one register more if words are read for three columns.
 constexpr int kBlocks = kBlackwell && kSize == 4 && NF == 3 ? 1 : BLOCKS;
 
@@ -213,47 +209,53 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
       const int x_row = args.x_extent[3] * args.x_pitch, y_row = args.tile[3] * args.y_pitch;
       const bool of_y = eighth > 1;
       const int next = 2 * (of_y ? y_row : x_row);
+      // Loops of their own: mma of a type that is chosen by a predicate takes up to 1.4 times as long.
+      as_type<T>(args.result.bfloat16, [&](auto like) {
+        using E = decltype(like);
 #pragma unroll 1
-      for (int window = k_split; window < args.tile[0] * args.tile[1] * across; window += k_splits) {
-        const int plane = quick_divide(window, across), column = (window - plane * across) * 8 + (lane & 7);
-        // A plane of x's box for each of y's: images and, because D has one tap, positions along D.
-        const u32 x_at = x_box + plane * args.x_extent[2] * x_row + column * args.x_pitch + mine;
-        const u32 y_at = y_box + plane * args.tile[2] * y_row + column * args.y_pitch;
-        u32 near_at = x_at + (eighth >> 1) * x_row + (eighth & 1) * args.x_pitch;
-        u32 far_at = of_y ? y_at + (eighth - 2) * y_row
-                          : x_at + eighth * x_row + 2 * args.x_pitch;
-        u32 rows_x[4][3];
-        u32 near[4], far[4];
-        ldmatrix_trans(near, swizzled(near_at, args.x_swizzle));
-        ldmatrix_trans(far, swizzled(of_y ? x_at : far_at, args.x_swizzle));
-        rows_x[2][0] = near[0], rows_x[2][1] = near[1], rows_x[2][2] = far[0];
-        rows_x[3][0] = near[2], rows_x[3][1] = near[3], rows_x[3][2] = far[1];
-        near_at += 2 * x_row;
-        if (!of_y) far_at += next;
-#pragma unroll 2
-        for (int h = 0; h < args.tile[2]; h += 2) {
-#pragma unroll
-          for (int tap = 0; tap < 3; ++tap) {
-            rows_x[0][tap] = rows_x[2][tap], rows_x[1][tap] = rows_x[3][tap];
-          }
+        for (int window = k_split; window < args.tile[0] * args.tile[1] * across; window += k_splits) {
+          const int plane = quick_divide(window, across), column = (window - plane * across) * 8 + (lane & 7);
+          // A plane of x's box for each of y's: images and, because D has one tap, positions along D.
+          const u32 x_at = x_box + plane * args.x_extent[2] * x_row + column * args.x_pitch + mine;
+          const u32 y_at = y_box + plane * args.tile[2] * y_row + column * args.y_pitch;
+          u32 near_at = x_at + (eighth >> 1) * x_row + (eighth & 1) * args.x_pitch;
+          u32 far_at = of_y ? y_at + (eighth - 2) * y_row
+                            : x_at + eighth * x_row + 2 * args.x_pitch;
+          u32 rows_x[4][3];
+          u32 near[4], far[4];
           ldmatrix_trans(near, swizzled(near_at, args.x_swizzle));
-          ldmatrix_trans(far, swizzled(far_at, of_y ? args.y_swizzle : args.x_swizzle));
-          near_at += 2 * x_row;
-          far_at += next;
+          ldmatrix_trans(far, swizzled(of_y ? x_at : far_at, args.x_swizzle));
           rows_x[2][0] = near[0], rows_x[2][1] = near[1], rows_x[2][2] = far[0];
           rows_x[3][0] = near[2], rows_x[3][1] = near[3], rows_x[3][2] = far[1];
+          near_at += 2 * x_row;
+          if (!of_y) far_at += next;
+#pragma unroll 2
+          for (int h = 0; h < args.tile[2]; h += 2) {
 #pragma unroll
-          for (int i = 0; i < FRAGMENTS; ++i) {
-            // The last product has one tap; its other half is unused.
-            const int first = i * 2, second = first < 8 ? first + 1 : first;
-            const u32 a[4] = {rows_x[first / 3][first % 3], rows_x[second / 3][second % 3],
-                              rows_x[first / 3 + 1][first % 3], rows_x[second / 3 + 1][second % 3]};
-            mma<T>(sum[i][0], a, far[2], far[3]);
+            for (int tap = 0; tap < 3; ++tap) {
+              rows_x[0][tap] = rows_x[2][tap], rows_x[1][tap] = rows_x[3][tap];
+            }
+            ldmatrix_trans(near, swizzled(near_at, args.x_swizzle));
+            ldmatrix_trans(far, swizzled(far_at, of_y ? args.y_swizzle : args.x_swizzle));
+            near_at += 2 * x_row;
+            far_at += next;
+            rows_x[2][0] = near[0], rows_x[2][1] = near[1], rows_x[2][2] = far[0];
+            rows_x[3][0] = near[2], rows_x[3][1] = near[3], rows_x[3][2] = far[1];
+#pragma unroll
+            for (int i = 0; i < FRAGMENTS; ++i) {
+              // The last product has one tap; its other half is unused.
+              const int first = i * 2, second = first < 8 ? first + 1 : first;
+              const u32 a[4] = {rows_x[first / 3][first % 3], rows_x[second / 3][second % 3],
+                                rows_x[first / 3 + 1][first % 3], rows_x[second / 3 + 1][second % 3]};
+              mma<E>(sum[i][0], a, far[2], far[3]);
+            }
           }
         }
-      }
+      });
 #else
-      const auto multiply = [&](auto is_swizzled) {
+      // Loops of their own: mma of a type that is chosen by a predicate takes up to 1.4 times as long.
+      const auto multiply = [&](auto like, auto is_swizzled) {
+        using E [[maybe_unused]] = decltype(like);
         constexpr bool kSwizzled = decltype(is_swizzled)::value;
         [[maybe_unused]] const u32 x_bits = kSwizzled ? args.x_swizzle : 0, y_bits = kSwizzled ? args.y_swizzle : 0;
 #pragma unroll(EXACT ? 1 : 2)
@@ -318,16 +320,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
               }
             }
 #pragma unroll
-            for (int j = 0; j < NF; ++j) mma<T>(sum[i][j], a, b[j][0], b[j][1]);
+            for (int j = 0; j < NF; ++j) mma<E>(sum[i][j], a, b[j][0], b[j][1]);
           }
 #endif
         }
       };
-      if (kSwizzles && (args.x_swizzle | args.y_swizzle) != 0) {
-        multiply(Is<kSwizzles>{});
-      } else {
-        multiply(Is<false>{});
-      }
+      as_type<T>(args.result.bfloat16, [&](auto like) {
+        if (kSwizzles && (args.x_swizzle | args.y_swizzle) != 0) {
+          multiply(like, Is<kSwizzles>{});
+        } else {
+          multiply(like, Is<false>{});
+        }
+      });
 #endif
     }
 #if COPY_ENGINE

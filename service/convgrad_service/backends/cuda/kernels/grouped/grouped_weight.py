@@ -14,7 +14,6 @@ from convgrad_service.backends.cuda.kernels.core.gather_axes import divider
 from convgrad_service.backends.cuda.kernels.core.tensor_maps import TiledMap, pack_maps
 from convgrad_service.backends.cuda.kernels.grouped.grouped_box import BoxStrides, box_args, box_map
 from convgrad_service.backends.cuda.kernels.grouped.grouped_merge import (
-    DTYPES,
     is_exact,
     why_not_grouped,
 )
@@ -135,13 +134,12 @@ class GroupedWeight:
         )
 
     def instances(self) -> Iterable[Instance]:
-        half = [dtype for dtype in DTYPES if dtype.itemsize == 2]
         return [
             instance
             for engine in (False, True)
             for instance in (
-                *(_instance(one, dtype, False, engine) for one in HALF_ITEMS for dtype in half),
-                *(_instance(SMALL, dtype, False, engine) for dtype in half),
+                *(_instance(one, DType.BFLOAT16, False, engine) for one in HALF_ITEMS),
+                _instance(SMALL, DType.BFLOAT16, False, engine),
                 *(
                     _instance(one, DType.FLOAT32, exact, engine)
                     for one in ITEMS

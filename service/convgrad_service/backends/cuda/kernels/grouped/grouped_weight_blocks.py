@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from math import gcd, prod
 
 from convgrad.dtypes import DType
+from convgrad_service.backends.cuda.kernels.core.elements import element_of
 from convgrad_service.backends.cuda.kernels.grouped.grouped_box import (
     MOST_STEP,
     LatticeAxis,
@@ -54,7 +55,7 @@ class Item:
         return {
             "COPY_ENGINE": engine,
             "EXACT": exact,
-            "ELEMENT": dtype,
+            "ELEMENT": element_of(dtype),
             "FRAGMENTS": self.rows,
             "NF": self.columns,
             "WARPS": self.warps,

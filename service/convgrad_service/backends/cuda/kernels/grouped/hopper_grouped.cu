@@ -277,9 +277,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   } else {
     const int x = blockIdx.x * 64 + part.x_chunk * 8, y = blockIdx.x * 64 + part.y_chunk * 8;
     if (args.w_pairs) {
-      load_weights<T, kChannels, ACROSS, true>(args, x, y, w);
+      load_weights<kChannels, true>(args, x, y, w);
     } else {
-      load_weights<T, kChannels, ACROSS, false>(args, x, y, w);
+      load_weights<kChannels, false>(args, x, y, w);
     }
   }
   if (args.zeroes) {
@@ -294,7 +294,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   if constexpr (kCopied) cp_async_wait<0>();
   named_barrier_sync(kReady, kThreads);
   if constexpr (kCopied) {
-    take_weights<kChannels, ACROSS>(part.x_chunk, part.y_chunk, shared.weights, w);
+    if (args.backward) {
+      take_weights<kChannels, true>(part.x_chunk, part.y_chunk, shared.weights, w);
+    } else {
+      take_weights<kChannels, false>(part.x_chunk, part.y_chunk, shared.weights, w);
+    }
   }
 
   Ring stage, slot;

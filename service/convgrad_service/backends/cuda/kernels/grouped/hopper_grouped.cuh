@@ -31,6 +31,7 @@ struct HopperGroupedArgs {
   int source_team, result_team;  // bytes between the images of teams
   int slots_at, weights_at, barriers_at;  // in shared memory
   int zeroes;  // the pixel right of the source is the next row's first one, which must be zeroed
+  int backward;  // whether it is a gradient of the input
 };
 
 // A unit: the start and the number of its rows of results, and the valid rows of the source that they

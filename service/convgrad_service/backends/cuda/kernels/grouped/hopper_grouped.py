@@ -105,6 +105,7 @@ class HopperGrouped:
         args.w_pairs = c == 1 and not any(stride % 2 for stride in (w.strides[0], k, r, s))
         args.groups = work.groups
         args.x_size[:], args.y_size[:] = x_size, y_size
+        args.backward = backward
         args.first[:] = [first_of(work, dim) for dim in (1, 2)]
         args.units, args.images = cut.units(work.batch), cut.images
         args.piece[:], args.pieces[:] = (cut.rows, cut.columns), cut.pieces
@@ -130,9 +131,7 @@ class HopperGrouped:
             "y_map": (result, _map(work, result, y_size, y_box)),
         }
         launch = Launch(
-            _instance(
-                work.dtype, work.in_channels, cut.tiles, cut.teams, cut.blocks, backward=backward
-            ),
+            _instance(work.dtype, work.in_channels, cut.tiles, cut.teams, cut.blocks),
             (slices, workers, 1),
             (((4 if cut.weight_bytes else 8) * cut.teams + 1) * 32, 1, 1),
             pack_maps(args, maps, w=w),
@@ -144,11 +143,8 @@ class HopperGrouped:
 
     def instances(self) -> Iterable[Instance]:
         return [
-            _instance(
-                dtype, channels, tiles, teams, blocks_of(channels, tiles, teams), backward=backward
-            )
+            _instance(dtype, channels, tiles, teams, blocks_of(channels, tiles, teams))
             for dtype in IN_16_BITS
-            for backward in (False, True)
             for channels, some in TILES.items()
             for tiles in some
             for teams in ((2, 1) if channels >= COPIED else (1,))
@@ -173,14 +169,11 @@ def _map(
     )
 
 
-def _instance(
-    dtype: DType, channels: int, tiles: int, teams: int, blocks: int, *, backward: bool
-) -> Instance:
+def _instance(dtype: DType, channels: int, tiles: int, teams: int, blocks: int) -> Instance:
     return Instance.of(
         "grouped/hopper_grouped.cu",
         HOPPER,
         ELEMENT=dtype,
-        ACROSS=backward,
         CHANNELS=channels,
         TILES=tiles,
         TEAMS=teams,

@@ -2,6 +2,7 @@
 // memory, to which each block copies them once, otherwise directly.
 #pragma once
 
+#include "core/bits16.cuh"
 #include "grouped/hopper_grouped.cuh"
 
 namespace convgrad {
@@ -9,25 +10,26 @@ namespace convgrad {
 // Warp: loads the weights of 3 x 3 taps between kChunks * 8 source channels from `x` on and kFrags * 8
 // result channels from `y` on, over all groups, as operand B of mma, block-diagonal. kPairs: loads
 // adjacent input channels at once.
-template <class T, int kChannels, bool kAcross, bool kPairs, int kChunks, int kFrags>
+template <int kChannels, bool kPairs, int kChunks, int kFrags>
 __device__ __forceinline__ void load_weights(const HopperGroupedArgs& args, int x, int y,
                                              u32 (&w)[9][kChunks][kFrags]) {
   const int lane = threadIdx.x & 31;
-  const int out = (kAcross ? x : y) + lane / 4, in = (kAcross ? y : x) + lane % 4 * 2;
+  const bool across = args.backward;
+  const int out = (across ? x : y) + lane / 4, in = (across ? y : x) + lane % 4 * 2;
   const int group = out / kChannels;
   const bool there = group == in / kChannels && group < args.groups;
   const int w_out = args.w_stride[0], w_in = args.w_stride[1];
-  const T* const from = static_cast<const T*>(args.w) + group * args.w_group +
+  const Bits16* const from = static_cast<const Bits16*>(args.w) + group * args.w_group +
                         (out % kChannels * w_out + in % kChannels * w_in);
 #pragma unroll
   for (int tap = 0; tap < 9; ++tap) {
-    const int r = kAcross ? 2 - tap / 3 : tap / 3, s = kAcross ? 2 - tap % 3 : tap % 3;
+    const int r = across ? 2 - tap / 3 : tap / 3, s = across ? 2 - tap % 3 : tap % 3;
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
 #pragma unroll
       for (int f = 0; f < kFrags; ++f) {
         const int at = r * args.w_stride[2] + s * args.w_stride[3] +
-                       (c * (kAcross ? w_out : w_in) + f * (kAcross ? w_in : w_out)) * 8;
+                       (c * (across ? w_out : w_in) + f * (across ? w_in : w_out)) * 8;
         if constexpr (kPairs) {
           load_if(there, from + at, w[tap][c][f]);
         } else {
@@ -39,7 +41,7 @@ __device__ __forceinline__ void load_weights(const HopperGroupedArgs& args, int 
       }
     }
   }
-  if constexpr (kAcross) {
+  if (across) {
     // Pairs must be of source channels.
 #pragma unroll
     for (int tap = 0; tap < 9; ++tap) {

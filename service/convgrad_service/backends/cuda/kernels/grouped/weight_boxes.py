@@ -115,6 +115,7 @@ def describe_result(result: Any, work: ConvWork, channels: tuple[int, int], item
     result.items, result.quads = items, _in_quads(work)
     result.w_stride[:], result.alpha, result.beta = work.w.strides, work.alpha, work.beta
     result.wide = work.result_dtype is DType.FLOAT32
+    result.bfloat16 = work.dtype is DType.BFLOAT16
 
 
 def _in_quads(work: ConvWork) -> bool:

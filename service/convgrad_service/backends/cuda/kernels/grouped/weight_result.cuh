@@ -1,6 +1,7 @@
 // Where the sums of a grouped weight gradient go.
 #pragma once
 
+#include "core/bits16.cuh"
 #include "core/epilogue.cuh"
 #include "ptx/mma.cuh"
 
@@ -11,6 +12,7 @@ struct WeightResult {
   int out_channels;
   int items;         // of a block
   int wide;          // w is float32 for any type of x and y
+  int bfloat16;      // the type of Bits16
   int quads;         // four adjacent channels of w are results of one group and one aligned vector
   float alpha;
   float beta;

@@ -79,7 +79,7 @@ struct Quad {
       if (args.wide) {
         put_quad<float>(args, at, sum);
       } else {
-        put_quad<T>(args, at, sum);
+        as_type<T>(args.bfloat16, [&](auto like) { put_quad<decltype(like)>(args, at, sum); });
       }
       return;
     }
@@ -92,7 +92,7 @@ struct Quad {
       if (args.wide) {
         put<float>(args, w + rows[i].w, each);
       } else {
-        put<T>(args, w + rows[i].w, each);
+        as_type<T>(args.bfloat16, [&](auto like) { put<decltype(like)>(args, w + rows[i].w, each); });
       }
     }
   }
