@@ -50,9 +50,8 @@ __device__ __forceinline__ void clear(Accumulators& accum) {
 
 // The mainloop of one tile: this warpgroup's accumulators over `steps` k-tiles. With PINGPONG, the other one's may
 // start when the last wgmmas are issued.
-template <class E>
-__device__ __forceinline__ void mainloop_of(const SharedLayout& smem, PipelineState& state, int steps,
-                                            Accumulators& accum, u32 next_order_barrier) {
+__device__ __forceinline__ void mainloop(const SharedLayout& smem, PipelineState& state,
+                                               int steps, Accumulators& accum, u32 next_order_barrier = 0) {
   const int first_row = CONSUMERS == 1 ? 0 : static_cast<int>(threadIdx.x / 128) * kNextRows;
   const int lane = threadIdx.x & 31, sharers = kMulticast ? smem.sharing : 1;
   int previous = -1;  // the stage that wgmmas in flight read
@@ -67,7 +66,7 @@ __device__ __forceinline__ void mainloop_of(const SharedLayout& smem, PipelineSt
 #pragma unroll
       for (int part = 0; part < kMmasM; ++part) {
         const u64 a = OperandA::descriptor(smem.a(state.index), first_row + part * 64, i);
-        wgmma<E, OperandA::kMajor, OperandB::kMajor>(accum[part], a, b, i > 0 || step > 0);
+        wgmma<T, OperandA::kMajor, OperandB::kMajor>(accum[part], a, b, i > 0 || step > 0);
       }
     }
     wgmma_commit();
@@ -83,14 +82,6 @@ __device__ __forceinline__ void mainloop_of(const SharedLayout& smem, PipelineSt
   if (previous >= 0 && lane < sharers) smem.release(previous, lane);
 }
 
-// A loop for each type: ptxas serializes the wgmmas of a loop that chooses among them.
-__device__ __forceinline__ void mainloop(const PointwiseGemmArgs& args, const SharedLayout& smem, PipelineState& state,
-                                         int steps, Accumulators& accum, u32 next_order_barrier = 0) {
-  as_type<T>(args.bfloat16,
-             [&](auto like) { mainloop_of<decltype(like)>(smem, state, steps, accum, next_order_barrier); });
-}
-
-template <class E>
 __device__ __forceinline__ void consume_row_tiles(const PointwiseGemmArgs& args, const SharedLayout& smem,
                                               const BlockWork& work) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
@@ -116,9 +107,9 @@ __device__ __forceinline__ void consume_row_tiles(const PointwiseGemmArgs& args,
       mbarrier_wait(smem.order_barrier(turn), order_parity);
       order_parity ^= 1;
     }
-    mainloop_of<E>(smem, state, work.steps, accum, smem.order_barrier(turn ^ 1));
+    mainloop(smem, state, work.steps, accum, smem.order_barrier(turn ^ 1));
     if (kPingPong) state.skip(work.steps, smem.stages);
-    if (!kTransposed && !args.plain) apply_alpha_bias<E>(args, work.column, accum);
+    if (!kTransposed && !args.plain) apply_alpha_bias(args, work.column, accum);
     if constexpr (kStoresColumns) {
       const int image = kPlanes ? tile / args.image_tiles : 0;
       const int row = (kPlanes ? (tile - image * args.image_tiles) * BM : work.column) + warp / 4 * kNextRows;
@@ -128,7 +119,7 @@ __device__ __forceinline__ void consume_row_tiles(const PointwiseGemmArgs& args,
         const int part = i % kMmasM, column = i / kMmasM * kStoredColumns;
         if (threadIdx.x % 128 == 0) tma_store_wait_read<BUFFERS - 1>();
         named_barrier_sync(1 + warp / 4, 128);
-        store_columns<E>(args, staging + buffer * kStagingBytes, row + part * 64, first + column, image,
+        store_columns(args, staging + buffer * kStagingBytes, row + part * 64, first + column, image,
                       accum[part], column / 8);
         if (++buffer == BUFFERS) buffer = 0;
       }
@@ -147,7 +138,7 @@ __device__ __forceinline__ void consume_row_tiles(const PointwiseGemmArgs& args,
       const int part = i % kMmasM, column = i / kMmasM * kStoredColumns;
       if (lane == 0) tma_store_wait_read<BUFFERS - 1>();
       __syncwarp();
-      store_rows<E>(args, staging + buffer * kStagingBytes,
+      store_rows(args, staging + buffer * kStagingBytes,
                  tile * BM + warp / 4 * kNextRows + part * 64 + warp % 4 * 16, work.column + column,
                  accum[part], column / 8);
       if (++buffer == BUFFERS) buffer = 0;
@@ -187,11 +178,10 @@ __device__ __forceinline__ void sum_partials(const float4* from, int count, floa
 
 // Finishes and stores the fragments that this block owns of the tile at (row, column): from shared memory, or
 // from the partial sums of all clusters.
-template <class E>
 __device__ __forceinline__ void store_reduced(const PointwiseGemmArgs& args, int row, int column,
                                               const Reduce& reduce, const float4* partials) {
   const bool fast = args.plain && args.result_in_vectors && !args.wide_result;
-  const OutputPointer<E> result{static_cast<char*>(args.result), false};
+  const OutputPointer<T> result{static_cast<char*>(args.result), false};
   for_each_owned(reduce, [&](int i, int fragment, int in, int r, int c) {
     float sums[2][8];
     if (partials == nullptr) {
@@ -216,7 +206,7 @@ __device__ __forceinline__ void store_reduced(const PointwiseGemmArgs& args, int
       float own[8];
 #pragma unroll
       for (int e = 0; e < 8; ++e) own[e] = half == 0 ? sums[0][e] : sums[1][e];
-      store_run<E, 8>(args, to, args.column_stride, left, column + c, own);
+      store_run<T, 8>(args, to, args.column_stride, left, column + c, own);
     }
   });
 }
@@ -225,7 +215,7 @@ __device__ __forceinline__ void consume_split_k(const PointwiseGemmArgs& args, c
                                               const BlockWork& work, const Reduce& reduce, int rank) {
   Accumulators accum;
   PipelineState state;
-  mainloop(args, smem, state, work.steps, accum);
+  mainloop(smem, state, work.steps, accum);
   // Not before the mainloop: initialised registers would make each wgmma wait for the one before.
   if (work.steps == 0) clear(accum);
   cluster_wait();
@@ -258,9 +248,7 @@ __device__ __forceinline__ void consume_split_k(const PointwiseGemmArgs& args, c
     named_barrier_sync(1, kConsumers);
     if (*arrived != static_cast<u32>(args.parts) - 1) return;
   }
-  as_type<T>(args.bfloat16, [&](auto like) {
-    store_reduced<decltype(like)>(args, work.row * BM, work.column, reduce, partials);
-  });
+  store_reduced(args, work.row * BM, work.column, reduce, partials);
 }
 
 }  // namespace
@@ -309,10 +297,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       const GridReduction reduction(args, work);
       Accumulators accum;
       PipelineState state;
-      mainloop(args, smem, state, work.steps, accum);
+      mainloop(smem, state, work.steps, accum);
       reduce_in_grid(args, smem, work, reduction, word, accum);
     } else {
-      as_type<T>(args.bfloat16, [&](auto like) { consume_row_tiles<decltype(like)>(args, smem, work); });
+      consume_row_tiles(args, smem, work);
     }
   }
   leave_cluster();

@@ -31,7 +31,6 @@ struct PointwiseGemmArgs {
   int depth;
   int a_whole, b_whole;  // see GemmOperand
   int image_tiles;       // row tiles of an image (PLANES only)
-  int bfloat16;          // the type of elements: float16 if 0
 };
 
 // One operand of a k-tile, in shared memory as boxes of rows of kRowBytes with a swizzle of that width.

@@ -212,7 +212,6 @@ def _arguments(work: ConvWork, product: Product, config: Config, stages: int) ->
     args.b_pitch = product.b.pitch
     args.a_whole = config.is_whole(product.a, config.m)
     args.b_whole = config.is_whole(product.b, config.n)
-    args.bfloat16 = work.dtype is DType.BFLOAT16
     args.image_tiles = config.tiles(product)[0] // max(product.images, 1)
     return args
 

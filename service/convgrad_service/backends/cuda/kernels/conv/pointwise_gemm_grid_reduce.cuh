@@ -79,17 +79,16 @@ __device__ __forceinline__ void reduce_slice(const float4* from, int groups, int
 }
 
 // Finishes and stores eight consecutive columns of a row of the result.
-template <class E>
 __device__ __forceinline__ void store_eight(const PointwiseGemmArgs& args, int row, int column,
                                             float (&sums)[8]) {
   const int left = args.columns - column;
   if (row >= args.rows || left <= 0) return;
   const i64 to = row * args.row_stride + column * args.column_stride;
   if (args.plain && args.result_in_vectors && !args.wide_result && left >= 8) {
-    const OutputPointer<E> result{static_cast<char*>(args.result), false};
+    const OutputPointer<T> result{static_cast<char*>(args.result), false};
     result.store_vector(to, sums);
   } else {
-    store_run<E, 8>(args, to, args.column_stride, left, column, sums);
+    store_run<T, 8>(args, to, args.column_stride, left, column, sums);
   }
 }
 
@@ -174,8 +173,7 @@ __device__ __forceinline__ void reduce_in_grid(const PointwiseGemmArgs& args, co
           sums[e * 2] += row < 8 ? four.x : four.z, sums[e * 2 + 1] += row < 8 ? four.y : four.w;
         }
       }
-      const int to_row = work.row * BM + down * 16 + row, to_column = work.column + (fragment - down * of.across) * 8;
-      as_type<T>(args.bfloat16, [&](auto like) { store_eight<decltype(like)>(args, to_row, to_column, sums); });
+      store_eight(args, work.row * BM + down * 16 + row, work.column + (fragment - down * of.across) * 8, sums);
     }
     if (f0 + met.blocks * of.count < of.fragments) named_barrier_sync(1, kConsumers);
   }

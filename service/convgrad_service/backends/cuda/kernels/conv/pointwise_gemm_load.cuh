@@ -2,7 +2,6 @@
 #pragma once
 
 #include "conv/pointwise_gemm.cuh"
-#include "core/bits16.cuh"
 #include "core/result_run.cuh"
 #include "core/split_k_reduce.cuh"
 
@@ -10,7 +9,6 @@ using namespace convgrad;
 
 namespace {
 
-// Bits16, whose type is an argument, where registers suffice for a consumer loop for each type.
 using T = ELEMENT;
 using OperandA = GemmOperand<T, A_MN != 0, A_BYTES, BM, DEPTH>;
 using OperandB = GemmOperand<T, B_MN != 0, B_BYTES, BN, DEPTH>;

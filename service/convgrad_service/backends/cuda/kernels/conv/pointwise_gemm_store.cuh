@@ -17,10 +17,9 @@ __device__ __forceinline__ u32 staging_address(u32 staging, int row, int chunk) 
 }
 
 // accum = alpha * accum + bias.
-template <class E>
 __device__ __forceinline__ void apply_alpha_bias(const PointwiseGemmArgs& args, int column,
                                                  Accumulators& accum) {
-  const E* const bias = static_cast<const E*>(args.bias);
+  const T* const bias = static_cast<const T*>(args.bias);
   const int lane = threadIdx.x & 31;
 #pragma unroll
   for (int j = 0; j < kFragmentsN; ++j) {
@@ -39,7 +38,6 @@ __device__ __forceinline__ void apply_alpha_bias(const PointwiseGemmArgs& args, 
 
 // Rounds 16 rows of a warp to a free staging buffer and stores them by TMA: kStoredColumns of them from fragment
 // `from` on, which are those of the result from `column` on.
-template <class E>
 __device__ __forceinline__ void store_rows(const PointwiseGemmArgs& args, u32 staging, int row,
                                            int column, const float (&all)[kFragmentsN][4], int from) {
   const int lane = threadIdx.x & 31;
@@ -47,16 +45,16 @@ __device__ __forceinline__ void store_rows(const PointwiseGemmArgs& args, u32 st
 #pragma unroll
   for (int j = 0; j + 1 < kCount; j += 2) {
     const float(&one)[4] = all[from + j], (&two)[4] = all[from + j + 1];
-    const u32 words[4] = {narrow_x2<E>(one[0], one[1]), narrow_x2<E>(one[2], one[3]),
-                          narrow_x2<E>(two[0], two[1]), narrow_x2<E>(two[2], two[3])};
+    const u32 words[4] = {narrow_x2<T>(one[0], one[1]), narrow_x2<T>(one[2], one[3]),
+                          narrow_x2<T>(two[0], two[1]), narrow_x2<T>(two[2], two[3])};
     stmatrix(staging_address(staging, lane % 16, j + lane / 16), words);
   }
   if constexpr (kCount % 2) {
     constexpr int j = kCount - 1;
     const float(&one)[4] = all[from + j];
     const u32 at = lane % 4 * 4;
-    st_shared_u32(staging_address(staging, lane / 4, j) + at, narrow_x2<E>(one[0], one[1]));
-    st_shared_u32(staging_address(staging, lane / 4 + 8, j) + at, narrow_x2<E>(one[2], one[3]));
+    st_shared_u32(staging_address(staging, lane / 4, j) + at, narrow_x2<T>(one[0], one[1]));
+    st_shared_u32(staging_address(staging, lane / 4 + 8, j) + at, narrow_x2<T>(one[2], one[3]));
   }
   fence_proxy_async();
   __syncwarp();
@@ -89,7 +87,6 @@ __device__ __forceinline__ void store_wide(const PointwiseGemmArgs& args, int ro
 
 // Rounds 64 rows of a warpgroup to a free staging buffer, by columns, and stores them by TMA: kStoredColumns of
 // them from fragment `from` on.
-template <class E>
 __device__ __forceinline__ void store_columns(const PointwiseGemmArgs& args, u32 staging, int row, int column,
                                               int image, const float (&all)[kFragmentsN][4], int from) {
   const int lane = threadIdx.x & 31, chunk = threadIdx.x / 32 % 4 * 2 + lane / 8 % 2;
@@ -98,14 +95,14 @@ __device__ __forceinline__ void store_columns(const PointwiseGemmArgs& args, u32
 #pragma unroll
   for (int j = 0; j + 1 < kCount; j += 2) {
     const float(&one)[4] = all[from + j], (&two)[4] = all[from + j + 1];
-    const u32 words[4] = {narrow_x2<E>(one[0], one[1]), narrow_x2<E>(one[2], one[3]),
-                          narrow_x2<E>(two[0], two[1]), narrow_x2<E>(two[2], two[3])};
+    const u32 words[4] = {narrow_x2<T>(one[0], one[1]), narrow_x2<T>(one[2], one[3]),
+                          narrow_x2<T>(two[0], two[1]), narrow_x2<T>(two[2], two[3])};
     stmatrix_trans(to + (j + lane / 16) * 1024, words);
   }
   if constexpr (kCount % 2) {
     constexpr int j = kCount - 1;
     const float(&one)[4] = all[from + j];
-    const u32 words[2] = {narrow_x2<E>(one[0], one[1]), narrow_x2<E>(one[2], one[3])};
+    const u32 words[2] = {narrow_x2<T>(one[0], one[1]), narrow_x2<T>(one[2], one[3])};
     stmatrix_trans(to + j * 1024, words);
   }
   fence_proxy_async();

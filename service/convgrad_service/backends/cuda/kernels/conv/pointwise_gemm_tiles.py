@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from convgrad.dtypes import DType
-from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES, element_of
+from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import ceil_div
 
@@ -36,8 +36,6 @@ PATTERN_BYTES, BARRIER_BYTES, SLAB_ROWS, FRAGMENT_BYTES = 1024, 8, 16, 512
 GRID_FRAGMENTS, MOST_GRID_PARTS = 4, 255
 # The most results of a tile for which a block has a second store buffer.
 BUFFERED = 64 * 128
-# Accumulator fragments of a warp with which persistent blocks have an instance for each type.
-MOST_FRAGMENTS = 32
 # Rows of a warpgroup's product, and columns of a slice of it that it stores.
 WARPGROUP_ROWS, SLICE_COLUMNS = 64, 64
 
@@ -327,10 +325,8 @@ class Config:
 
     def defines(self, dtype: DType, product: Product) -> dict[str, object]:
         """Return the preprocessor macros of an instance."""
-        # With so many accumulators, a loop for each type would spill.
-        crowded = not self.reduces and self.fragments >= MOST_FRAGMENTS
         return {
-            "ELEMENT": CUDA_TYPES[dtype] if crowded else element_of(dtype),
+            "ELEMENT": CUDA_TYPES[dtype],
             "A_MN": int(product.a.mn),
             "B_MN": int(product.b.mn),
             "A_BYTES": self.row_bytes(product.a, self.m),
