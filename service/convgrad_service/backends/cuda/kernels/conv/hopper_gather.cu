@@ -17,6 +17,8 @@
 //   16-bit types).
 //   With TAPS > 1 (PINGPONG), a k-tile is a chunk of channels of all taps of a kernel row, which share its pixels, as
 //   in hopper_gather_single.cuh.
+// Parts: with PARTS 3, both operands are three bfloat16 tensors each, of float32's parts (hopper_gather_parts.cuh),
+//   one after another along images and along the weight's outermost dimension. A stage holds one part of a k-tile.
 // Cluster: SHARING blocks with different pixels share weights by multicast.
 // Shared memory (dynamic): 1,024 bytes of alignment; STAGES stages of BM rows of 128 bytes (TAPS > 1: up to
 //   eight more) and of the weights' 64-row boxes; 8 KB of staging per consumer warpgroup; mbarriers: full and
@@ -101,6 +103,61 @@ __device__ __forceinline__ void clear(float (&accum)[kMmasM][kFragmentsN][4]) {
   }
 }
 
+#if PARTS > 1
+// Adds to `sum` a k-tile's products of parts whose numbers have the sum kOrder, which all have the weight
+// 2^(-8 * kOrder). `stages` are those of the parts. Tensor cores truncate their sums, so each k-tile's are added
+// to float32 in registers; meanwhile other warpgroups multiply.
+template <int kMmas, int kOrder>
+__device__ __forceinline__ void add_products(const SharedLayout& smem, const int (&stages)[PARTS], int first_row,
+                                             float (&accum)[kMmasM][kFragmentsN][4],
+                                             float (&sum)[kMmasM][kFragmentsN][4]) {
+  wgmma_fence();
+#pragma unroll
+  for (int part = 0; part <= kOrder; ++part) {
+    const u32 rows = smem.stage(stages[part]) + first_row * kRowBytes;
+    issue_k_tile<kMmas>(accum, rows, smem.stage(stages[kOrder - part]) + kABytes, part > 0);
+  }
+  wgmma_commit();
+  wgmma_wait<0>();
+#pragma unroll
+  for (int part = 0; part < kMmasM; ++part) fence_accumulators(accum[part]);
+  release_stage(smem, stages[kOrder]);
+  constexpr float kWeight = kOrder == 0 ? 1.0f : kOrder == 1 ? 0x1p-8f : 0x1p-16f;
+#pragma unroll
+  for (int part = 0; part < kMmasM; ++part) {
+#pragma unroll
+    for (int j = 0; j < kFragmentsN; ++j) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) sum[part][j][e] = fmaf(accum[part][j][e], kWeight, sum[part][j][e]);
+    }
+  }
+}
+
+// Mainloop over the products of parts, the smallest first.
+__device__ __forceinline__ void mainloop_of_parts(const HopperGatherArgs& args, const SharedLayout& smem,
+                                                  PipelineState& state, int steps, int first_row,
+                                                  float (&sum)[kMmasM][kFragmentsN][4]) {
+  clear(sum);
+  float accum[kMmasM][kFragmentsN][4];
+  int i = 0;
+  for_k_tiles(args, steps, [&](auto mmas, int end) {
+#pragma unroll 1
+    for (; i < end; ++i) {
+      int stages[PARTS];
+#pragma unroll
+      for (int part = PARTS - 1; part >= 0; --part) {
+        mbarrier_wait(smem.full_barrier(state.index), state.parity);
+        stages[part] = state.index;
+        state.advance(STAGES);
+      }
+      add_products<mmas.value, 2>(smem, stages, first_row, accum, sum);
+      add_products<mmas.value, 1>(smem, stages, first_row, accum, sum);
+      add_products<mmas.value, 0>(smem, stages, first_row, accum, sum);
+    }
+  });
+}
+#endif
+
 #if !PINGPONG
 // Mainloop; the last k-tile's wgmmas are still in flight on return. Returns their stage.
 __device__ __forceinline__ int mainloop(const HopperGatherArgs& args, const SharedLayout& smem,
@@ -143,13 +200,19 @@ __device__ __forceinline__ void consume(const HopperGatherArgs& args, const Shar
     queue_state.advance(kTileQueue);
     if (steps < 0) break;
     float accum[kMmasM][kFragmentsN][4];
+#if PARTS > 1
+    mainloop_of_parts(args, smem, state, steps, warpgroup * kWarpgroupRows, accum);
+#else
     const int last = mainloop(args, smem, state, steps, warpgroup * kWarpgroupRows, accum);
+#endif
     // Result addresses are computed while the last wgmmas run.
-    const Results<T, kMmasM, kFragmentsN> results(args, tile, smem.staging + warpgroup * kStagingBytes);
+    const Results<RESULT, kMmasM, kFragmentsN> results(args, tile, smem.staging + warpgroup * kStagingBytes);
+#if PARTS == 1
     wgmma_wait<0>();
 #pragma unroll
     for (int part = 0; part < kMmasM; ++part) fence_accumulators(accum[part]);
     if (steps > 0) release_stage(smem, last);
+#endif
     if constexpr (PLANES) {
       store_planes(results, accum, 8 + warpgroup);
     } else {

@@ -56,7 +56,7 @@ SINGLE = Rates(
 
 
 def choose_schedule(
-    work: ConvWork, axes: Sequence[Axis], device: CudaDevice
+    work: ConvWork, axes: Sequence[Axis], device: CudaDevice, parts: int = 1
 ) -> tuple[float, Schedule]:
     """Return the schedule with the least expected time, and that in seconds.
 
@@ -64,10 +64,13 @@ def choose_schedule(
     """
     return fastest(
         correction_name(work),
-        ((expected_s(work, axes, device, one), one) for one in candidates(work, axes, device)),
+        (
+            (expected_s(work, axes, device, one), one)
+            for one in candidates(work, axes, device, parts)
+        ),
         lambda found: lines(work, axes, device, found),
         device,
-        corrected=work.dtype.itemsize == 2,
+        corrected=work.dtype.itemsize == 2 and parts == 1,
     )
 
 

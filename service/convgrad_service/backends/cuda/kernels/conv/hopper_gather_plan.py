@@ -237,7 +237,9 @@ def skips_taps(work: ConvWork, axes: Sequence[Axis], tile: HopperTile, images_fi
     return bool(np.any(taps < every))
 
 
-def candidates(work: ConvWork, axes: Sequence[Axis], device: CudaDevice) -> Iterator[Schedule]:
+def candidates(
+    work: ConvWork, axes: Sequence[Axis], device: CudaDevice, parts: int = 1
+) -> Iterator[Schedule]:
     read, written = work.channels
     source = work.batch * read * work.dtype.itemsize * prod(axis.x_size for axis in axes)
     phases = combined(axes)
@@ -251,7 +253,9 @@ def candidates(work: ConvWork, axes: Sequence[Axis], device: CudaDevice) -> Iter
     by_image = (
         pads and not stores_planes(work) and work.batch >= 4 and may_start_with_images(work, axes)
     )
-    for tile in tiles_of(work.dtype):
+    if parts > 1:
+        by_image = False  # parts follow one another as images
+    for tile in tiles_of(work.dtype, parts):
         if tile.n - written >= 64 and tile.n > 64:
             continue
         if not possible(work, axes, device, Schedule(tile)):

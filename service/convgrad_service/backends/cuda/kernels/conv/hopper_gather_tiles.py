@@ -39,6 +39,7 @@ CLUSTERS = {1: 132, 2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 8: 15}
 # Registers per thread of producers and consumers, by the number of consumer warpgroups.
 REGISTERS = {2: (56, 224), 3: (56, 152)}
 MOST_SUMS_OF_FEW, REGISTERS_OF_MANY = 128 * 160, (40, 232)
+REGISTERS_OF_PARTS = 24, 240
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,8 @@ class HopperTile:
         Blocks per SM; of a ``single`` tile.
     taps
         Taps of a kernel row that share the tile's pixels; of a ``single`` or ``pingpong`` tile.
+    parts
+        The bfloat16 parts that float32 operands are split into; several only of other tiles.
     """
 
     m: int
@@ -75,6 +78,7 @@ class HopperTile:
     single: bool = False
     blocks: int = 1
     taps: int = 1
+    parts: int = 1
 
     def __str__(self) -> str:
         sharing = f"_x{self.sharing}" if self.sharing > 1 else ""
@@ -108,6 +112,9 @@ class HopperTile:
         a_rows = self.m + (MOST_HALO if self.taps > 1 else 0)
         b_rows = self.taps * (ceil_div(self.n, BOX_ROWS) * BOX_ROWS if across else self.n)
         loaded = (a_rows * apart_a + b_rows * apart_b) * ROW_BYTES
+        if self.parts > 1:
+            products *= self.parts * (self.parts + 1) // 2
+            loaded *= self.parts
         return max(products, loaded / l2_bytes_s) * MULTIPROCESSORS * shared
 
     def tile_s(self, itemsize: int) -> float:
@@ -206,6 +213,9 @@ class HopperTile:
         if self.single:
             return shape | {"SINGLE": 1}
         producer, consumer = REGISTERS[self.warpgroups]
+        if self.parts > 1:
+            producer, consumer = REGISTERS_OF_PARTS
+            shape |= {"PARTS": self.parts, "RESULT": DType.FLOAT32}
         if self.pingpong and self.m * self.n > MOST_SUMS_OF_FEW:
             producer, consumer = REGISTERS_OF_MANY
         shape |= {
@@ -254,9 +264,17 @@ OF_FLOAT32 = HopperTile(128, 160, pingpong=True)
 """In TF32, 27 layers take 1.12 times as long without it; in 16-bit types, 15 layers 0.985 times."""
 
 
-def tiles_of(dtype: DType) -> tuple[HopperTile, ...]:
+PART_TILES = tuple(
+    HopperTile(m, n, parts=3) for m, n in ((128, 128), (128, 64), (256, 64))
+)
+"""Tile shapes of operands in parts: besides its sums, a thread holds as many of a k-tile."""
+
+
+def tiles_of(dtype: DType, parts: int = 1) -> tuple[HopperTile, ...]:
     """Return the tiles for a dtype: for 32-bit types, those whose results fit into registers; for
     16-bit types, those at least a k-tile wide that were the fastest for some layer."""
+    if parts > 1:
+        return PART_TILES
     if dtype.itemsize == 2:
         return tuple(tile for tile in TILES if tile.n >= BOX_ROWS and tile != OF_FLOAT32)
     return tuple(tile for tile in TILES if tile.m * tile.n <= MOST_SUMS)
