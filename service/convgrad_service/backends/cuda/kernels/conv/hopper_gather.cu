@@ -104,42 +104,38 @@ __device__ __forceinline__ void clear(float (&accum)[kMmasM][kFragmentsN][4]) {
 }
 
 #if PARTS > 1
-// Adds to `sum` a k-tile's products of parts whose numbers have the sum kOrder, which all have the weight
-// 2^(-8 * kOrder). `stages` are those of the parts. Tensor cores truncate their sums, so each k-tile's are added
-// to float32 in registers; meanwhile other warpgroups multiply.
-template <int kMmas, int kOrder>
-__device__ __forceinline__ void add_products(const SharedLayout& smem, const int (&stages)[PARTS], int first_row,
-                                             float (&accum)[kMmasM][kFragmentsN][4],
-                                             float (&sum)[kMmasM][kFragmentsN][4]) {
-  wgmma_fence();
-#pragma unroll
-  for (int part = 0; part <= kOrder; ++part) {
-    const u32 rows = smem.stage(stages[part]) + first_row * kRowBytes;
-    issue_k_tile<kMmas>(accum, rows, smem.stage(stages[kOrder - part]) + kABytes, part > 0);
-  }
-  wgmma_commit();
-  wgmma_wait<0>();
-#pragma unroll
-  for (int part = 0; part < kMmasM; ++part) fence_accumulators(accum[part]);
-  release_stage(smem, stages[kOrder]);
-  constexpr float kWeight = kOrder == 0 ? 1.0f : kOrder == 1 ? 0x1p-8f : 0x1p-16f;
+using Sums = float[kMmasM][kFragmentsN][4];
+
+// Starts a k-tile's products of part `of_a` of A and part `of_b` of B.
+template <int kMmas>
+__device__ __forceinline__ void start_products(const SharedLayout& smem, const int (&stages)[PARTS], int first_row,
+                                               int of_a, int of_b, int add, Sums& accum) {
+  issue_k_tile<kMmas>(accum, smem.stage(stages[of_a]) + first_row * kRowBytes,
+                      smem.stage(stages[of_b]) + kABytes, add);
+}
+
+// sum += accum * weight, after the wgmmas of accum.
+__device__ __forceinline__ void fold(Sums& accum, float weight, Sums& sum) {
 #pragma unroll
   for (int part = 0; part < kMmasM; ++part) {
+    fence_accumulators(accum[part]);
 #pragma unroll
     for (int j = 0; j < kFragmentsN; ++j) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) sum[part][j][e] = fmaf(accum[part][j][e], kWeight, sum[part][j][e]);
+      for (int e = 0; e < 4; ++e) sum[part][j][e] = fmaf(accum[part][j][e], weight, sum[part][j][e]);
     }
   }
 }
 
-// Mainloop over the products of parts, the smallest first.
+// Mainloop over the products of parts, the smallest first. Tensor cores truncate their sums, so those of a k-tile
+// are added to float32 in registers while the next ones run.
 __device__ __forceinline__ void mainloop_of_parts(const HopperGatherArgs& args, const SharedLayout& smem,
-                                                  PipelineState& state, int steps, int first_row,
-                                                  float (&sum)[kMmasM][kFragmentsN][4]) {
+                                                  PipelineState& state, int steps, int first_row, Sums& sum) {
+  constexpr float kSmall = 0x1p-8f, kSmallest = 0x1p-16f;
   clear(sum);
-  float accum[kMmasM][kFragmentsN][4];
   int i = 0;
+#if OVERLAP
+  Sums accum[2];
   for_k_tiles(args, steps, [&](auto mmas, int end) {
 #pragma unroll 1
     for (; i < end; ++i) {
@@ -150,11 +146,60 @@ __device__ __forceinline__ void mainloop_of_parts(const HopperGatherArgs& args, 
         stages[part] = state.index;
         state.advance(STAGES);
       }
-      add_products<mmas.value, 2>(smem, stages, first_row, accum, sum);
-      add_products<mmas.value, 1>(smem, stages, first_row, accum, sum);
-      add_products<mmas.value, 0>(smem, stages, first_row, accum, sum);
+      const auto start = [&](int to, int a, int b, int add) {
+        start_products<decltype(mmas)::value>(smem, stages, first_row, a, b, add, accum[to]);
+      };
+      wgmma_fence();
+      start(0, 1, 1, 0), start(0, 0, 2, 1);
+      wgmma_commit();
+      start(1, 2, 0, 0);
+      wgmma_commit();
+      wgmma_wait<1>();
+      fold(accum[0], kSmallest, sum);
+      wgmma_fence();
+      start(0, 0, 1, 0), start(0, 1, 0, 1);
+      wgmma_commit();
+      wgmma_wait<1>();
+      release_stage(smem, stages[2]);
+      fold(accum[1], kSmallest, sum);
+      wgmma_fence();
+      start(1, 0, 0, 0);
+      wgmma_commit();
+      wgmma_wait<1>();
+      release_stage(smem, stages[1]);
+      fold(accum[0], kSmall, sum);
+      wgmma_wait<0>();
+      release_stage(smem, stages[0]);
+      fold(accum[1], 1.0f, sum);
     }
   });
+#else
+  Sums accum;
+  for_k_tiles(args, steps, [&](auto mmas, int end) {
+#pragma unroll 1
+    for (; i < end; ++i) {
+      int stages[PARTS];
+#pragma unroll
+      for (int part = PARTS - 1; part >= 0; --part) {
+        mbarrier_wait(smem.full_barrier(state.index), state.parity);
+        stages[part] = state.index;
+        state.advance(STAGES);
+      }
+#pragma unroll
+      for (int order = PARTS - 1; order >= 0; --order) {
+        wgmma_fence();
+#pragma unroll
+        for (int part = 0; part <= order; ++part) {
+          start_products<mmas.value>(smem, stages, first_row, part, order - part, part > 0, accum);
+        }
+        wgmma_commit();
+        wgmma_wait<0>();
+        release_stage(smem, stages[order]);
+        fold(accum, order == 2 ? kSmallest : order == 1 ? kSmall : 1.0f, sum);
+      }
+    }
+  });
+#endif
 }
 #endif
 

@@ -39,7 +39,7 @@ CLUSTERS = {1: 132, 2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 8: 15}
 # Registers per thread of producers and consumers, by the number of consumer warpgroups.
 REGISTERS = {2: (56, 224), 3: (56, 152)}
 MOST_SUMS_OF_FEW, REGISTERS_OF_MANY = 128 * 160, (40, 232)
-REGISTERS_OF_PARTS = 24, 240
+REGISTERS_OF_PARTS = 40, 232
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +79,13 @@ class HopperTile:
     blocks: int = 1
     taps: int = 1
     parts: int = 1
+    overlap: bool = False
 
     def __str__(self) -> str:
         sharing = f"_x{self.sharing}" if self.sharing > 1 else ""
         split = f"_k{self.split}" if self.split > 1 else ""
         way = "a" if self.pingpong else f"{'s' if self.single else 'w'}{self.warpgroups}"
-        more = "_row" * (self.taps > 1) + (f"_b{self.blocks}" if self.blocks > 1 else "")
+        more = "_o" * self.overlap + "_row" * (self.taps > 1) + (f"_b{self.blocks}" if self.blocks > 1 else "")
         return f"{self.m}x{self.n}{way}{sharing}{split}{more}"
 
     @property
@@ -215,7 +216,7 @@ class HopperTile:
         producer, consumer = REGISTERS[self.warpgroups]
         if self.parts > 1:
             producer, consumer = REGISTERS_OF_PARTS
-            shape |= {"PARTS": self.parts, "RESULT": DType.FLOAT32}
+            shape |= {"PARTS": self.parts, "RESULT": DType.FLOAT32, "OVERLAP": self.overlap}
         if self.pingpong and self.m * self.n > MOST_SUMS_OF_FEW:
             producer, consumer = REGISTERS_OF_MANY
         shape |= {
