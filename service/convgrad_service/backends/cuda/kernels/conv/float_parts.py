@@ -26,6 +26,7 @@ __all__ += ["why_not_parts"]
 PARTS = {"high": 2, "highest": 3}
 """The parts of each operand, by ``precision``."""
 PRODUCTS = {
+    1: ((0, 0),),
     2: ((0, 0), (0, 1), (1, 0)),
     3: ((0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (2, 0)),
 }
