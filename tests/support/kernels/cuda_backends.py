@@ -16,7 +16,7 @@ from typing import Any
 from convgrad_service.backends.base import Backend
 from convgrad_service.backends.cuda.backend import CudaBackend
 from convgrad_service.backends.cuda.families import FAMILIES
-from convgrad_service.backends.cuda.kernels.conv.bf16x3_weight import Bf16x3Weight
+from convgrad_service.backends.cuda.kernels.conv.split_weight import SplitWeight
 from convgrad_service.backends.cuda.kernels.conv.dense_gather import DenseGather
 from convgrad_service.backends.cuda.kernels.conv.dense_weight import DenseWeight
 from convgrad_service.backends.cuda.kernels.conv.hopper_gather import HopperGather
@@ -101,7 +101,7 @@ def hopper(schedule: Schedule | None = None) -> Families:
         fwd=[HopperGather(True, schedule), GatherDirect()],
         bwd_data=[HopperGather(True, schedule), GatherDirect()],
         bwd_weight=[
-            Bf16x3Weight(HopperWeight(1), everywhere=True),
+            SplitWeight(HopperWeight(1)),
             HopperWeight(1),
             WeightDirect(),
         ],

@@ -1,0 +1,227 @@
+"""Operands of float32 as sums of bfloat16 parts (float_parts.cu), for products of parts.
+
+With parts x[0], x[1], ... of decreasing magnitude, x * y is the sum of x[i] * y[j]. Of two parts
+each, three products (`PRODUCTS`) are exact to 3 * 2**-16 of abs(x * y); of three parts, six are
+exact to 2**-23.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from convgrad.dtypes import DType
+from convgrad_service.backends.cuda.arguments import pack
+from convgrad_service.backends.cuda.kernels.core.gather_axes import divider
+from convgrad_service.backends.cuda.structures import structure
+from convgrad_service.plans.cuda.device import HOPPER, CudaDevice
+from convgrad_service.plans.cuda.program import Instance, Launch, Step, Workspace, ceil_div
+from convgrad_service.plans.cuda.works import Operand, contiguous_strides
+from convgrad_service.problems.sizes import Size3
+
+__all__ = ["PARTS", "PRODUCTS", "FloatParts", "FloatTensor", "float_parts", "parts_instances"]
+__all__ += ["why_not_parts"]
+
+PARTS = {"high": 2, "highest": 3}
+"""The parts of each operand, by ``precision``."""
+PRODUCTS = {
+    1: ((0, 0),),
+    2: ((0, 0), (0, 1), (1, 0)),
+    3: ((0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (2, 0)),
+}
+"""The parts of the first and of the second operand to multiply, by their number."""
+
+CHUNK = 8
+# float_parts.cu: threads of a block, its blocks on a multiprocessor, chunks of a thread, a tile.
+BLOCK, BLOCKS_EACH, EACH, TILE = 256, 4, 2, 64
+VECTOR = 4
+MAX_JOBS = 2**31 - 1
+# A launch, the second launch, and bytes read and written per second.
+LAUNCH_S, AGAIN_S, BYTES_PER_S = 3e-6, 1.5e-6, 3.5e12
+FloatPartsArgs = structure("conv/float_parts.cu", "FloatPartsArgs")
+
+
+@dataclass(frozen=True, slots=True)
+class FloatTensor:
+    """A float32 operand to split: any strides, of one group.
+
+    Attributes
+    ----------
+    source : Operand
+        Strides in elements of (N, any, C, D, H, W).
+    batch, channels, size
+        Its extents. Reads are coalesced if channels are contiguous, or pixels in this order.
+    parts : str
+        Name of the buffer of its parts.
+    """
+
+    source: Operand
+    batch: int
+    channels: int
+    size: Size3
+    parts: str
+
+    @property
+    def pixels(self) -> int:
+        return self.batch * prod(self.size)
+
+    @property
+    def padded(self) -> int:
+        """Channels of a pixel of the parts."""
+        return ceil_div(self.channels, CHUNK) * CHUNK
+
+    @property
+    def elements(self) -> int:
+        """Elements of a part."""
+        return self.pixels * self.padded
+
+    @property
+    def part(self) -> Operand:
+        """The first part, as an operand of bfloat16; others follow, ``elements`` apart."""
+        n, d, h, w, c = contiguous_strides((self.batch, *self.size, self.padded))
+        return Operand(self.parts, DType.BFLOAT16, (n, 0, c, d, h, w))
+
+    @property
+    def jobs(self) -> int:
+        if self.source.channels_last:
+            return self.pixels * (self.padded // CHUNK)
+        return ceil_div(self.pixels, TILE) * ceil_div(self.padded, TILE)
+
+    @property
+    def blocks(self) -> int:
+        """The most blocks that have work."""
+        return ceil_div(self.jobs, BLOCK * EACH) if self.source.channels_last else self.jobs
+
+
+@dataclass(frozen=True, slots=True)
+class FloatParts:
+    """How two tensors are split.
+
+    Attributes
+    ----------
+    unscale : str or None
+        A buffer with one float32, by which every sum of products is to be multiplied; None for 1.
+    expected_s : float
+        Predicted seconds of the steps.
+    """
+
+    steps: tuple[Step, ...]
+    workspace: tuple[Workspace, ...]
+    unscale: str | None
+    expected_s: float
+
+
+def why_not_parts(tensors: Sequence[FloatTensor]) -> str | None:
+    """Return why float_parts.cu cannot split these tensors, or None."""
+    for tensor in tensors:
+        if max(tensor.jobs, tensor.pixels) > MAX_JOBS:
+            return f"{tensor.pixels} pixels of {tensor.channels} channels; expected fewer than 2^31"
+    return None
+
+
+def float_parts(
+    first: FloatTensor, second: FloatTensor, parts: int, prefix: str, device: CudaDevice
+) -> FloatParts:
+    """Return the launches that split both operands of a product.
+
+    Parameters
+    ----------
+    parts
+        2 or 3.
+    prefix
+        Start of the names of other workspace buffers.
+    """
+    tensors = first, second
+    blocks = _blocks(tensors, device)
+    steps = [_launch(tensors, parts, prefix, blocks, again=False)]
+    workspace = [Workspace(one.parts, parts * one.elements * 2) for one in tensors]
+    moved = sum(4 * one.pixels * one.channels + parts * one.elements * 2 for one in tensors)
+    expected_s = LAUNCH_S + moved / BYTES_PER_S
+    scales = parts > 2
+    if scales:
+        steps.append(_launch(tensors, parts, prefix, blocks, again=True))
+        workspace.append(Workspace(_largest(prefix), 4 * sum(blocks)))
+        workspace.append(Workspace(_unscale(prefix), 4))
+        expected_s += AGAIN_S
+    return FloatParts(
+        tuple(steps), tuple(workspace), _unscale(prefix) if scales else None, expected_s
+    )
+
+
+def parts_instances() -> Iterable[Instance]:
+    """Return the instances of float_parts.cu."""
+    return [_instance(parts) for parts in PARTS.values()]
+
+
+def _instance(parts: int) -> Instance:
+    return Instance.of("conv/float_parts.cu", HOPPER, PARTS=parts)
+
+
+def _largest(prefix: str) -> str:
+    return f"{prefix}largest"
+
+
+def _unscale(prefix: str) -> str:
+    return f"{prefix}unscale"
+
+
+def _blocks(tensors: tuple[FloatTensor, FloatTensor], device: CudaDevice) -> tuple[int, int]:
+    """Return the blocks of each tensor: those that are resident at once, by bytes."""
+    first, second = (one.blocks for one in tensors)
+    room = max(2, BLOCKS_EACH * device.multiprocessors)
+    if first + second <= room:
+        return first, second
+    of_first = room * tensors[0].elements // (tensors[0].elements + tensors[1].elements)
+    least = max(1, room - second)
+    of_first = min(max(of_first, least), first, room - 1)
+    return of_first, room - of_first
+
+
+def _launch(
+    tensors: tuple[FloatTensor, FloatTensor],
+    parts: int,
+    prefix: str,
+    blocks: tuple[int, int],
+    *,
+    again: bool,
+) -> Launch:
+    args = FloatPartsArgs()
+    args.blocks[:], args.again = blocks, again
+    for of, tensor in zip(args.of, tensors, strict=True):
+        source = tensor.source
+        strides = source.strides[0], *source.strides[3:]
+        of.stride[:], of.channel_stride = strides, source.strides[2]
+        of.part, of.pixels, of.channels = tensor.elements, tensor.pixels, tensor.channels
+        of.padded, of.jobs = tensor.padded, tensor.jobs
+        of.transposes = not source.channels_last
+        extents = tensor.batch, *tensor.size
+        outer = (stride for stride, extent in zip(strides, extents, strict=True) if extent > 1)
+        of.vectors = all(value % VECTOR == 0 for value in (tensor.channels, *outer))
+        of.in_order = _in_order(strides, extents)
+        of.size[:] = tensor.size
+        for dim, extent in enumerate(tensor.size):
+            of.by[dim] = divider(extent)
+        unit = CHUNK if source.channels_last else TILE
+        of.by_across = divider(ceil_div(tensor.padded, unit))
+    scales = parts > 2
+    arguments = pack(
+        args,
+        source0=tensors[0].source,
+        source1=tensors[1].source,
+        target0=tensors[0].parts,
+        target1=tensors[1].parts,
+        largest=_largest(prefix) if scales else None,
+        unscale=_unscale(prefix) if scales else None,
+    )
+    return Launch(_instance(parts), (sum(blocks), 1, 1), (BLOCK, 1, 1), arguments, overlaps=again)
+
+
+def _in_order(strides: tuple[int, ...], extents: tuple[int, ...]) -> bool:
+    """Return whether one stride, the last, separates all pixels."""
+    step = strides[-1]
+    for stride, extent in zip(reversed(strides), reversed(extents), strict=True):
+        if extent > 1 and stride != step:
+            return False
+        step *= extent
+    return True
