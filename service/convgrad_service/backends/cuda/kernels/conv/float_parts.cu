@@ -5,7 +5,10 @@
 // three all of them. A target has the PARTS parts one after another, each channels last (N D H W C) with channels
 // padded to whole chunks of eight by zeros. NaN and infinities have parts whose sum is not finite.
 // With two parts, an element whose first part would round to infinity has it truncated instead.
-// With three, elements are multiplied by a power of two, at first 2^kLift: the last bit of the smallest subnormal
+// With WEIGHTED (three parts), part i is the rest times 2^(8 * i), so none underflows before the element does; parts
+// of elements of 2^127 and more are truncated. A part's magnitude is at most the element's, rounded up to a power
+// of two.
+// With three others, elements are multiplied by a power of two, at first 2^kLift: the last bit of the smallest subnormal
 // is then bfloat16's last bit, so every element that stays finite is split exactly. The launch stores the largest
 // magnitude of a finite element that each block found. A second one (`again`) lowers the powers where
 // elements or products of two could overflow, and splits such tensors again; else it ends. It also
@@ -56,7 +59,7 @@ namespace {
 
 constexpr int kBlock = 256, kBlocksEach = 4, kEach = 2, kChunk = 8;
 constexpr int kTile = 64, kPitch = kTile + 1, kRows = kBlock / kTile;
-constexpr bool kScales = PARTS == 3;
+constexpr bool kScales = PARTS == 3 && !WEIGHTED;
 constexpr int kLift = 16, kLeast = -8, kMostExponent = 253;
 
 // The exponents of the powers of two that scale two tensors with these largest magnitudes.
@@ -136,6 +139,8 @@ __device__ __forceinline__ void store_parts(const FloatTensor& of, bf16* to, con
         one *= by;
       }
       split_x2(pair[0], pair[1], found);
+    } else if constexpr (WEIGHTED) {
+      split_weighted_x2(pair[0], pair[1], found);
     } else {
       found[0] = narrow_x2<bf16>(pair[0], pair[1]);
       keep_finite(found[0], pair[0], pair[1]);

@@ -121,7 +121,13 @@ def why_not_parts(tensors: Sequence[FloatTensor]) -> str | None:
 
 
 def float_parts(
-    first: FloatTensor, second: FloatTensor, parts: int, prefix: str, device: CudaDevice
+    first: FloatTensor,
+    second: FloatTensor,
+    parts: int,
+    prefix: str,
+    device: CudaDevice,
+    *,
+    weighted: bool = False,
 ) -> FloatParts:
     """Return the launches that split both operands of a product.
 
@@ -131,14 +137,17 @@ def float_parts(
         2 or 3.
     prefix
         Start of the names of other workspace buffers.
+    weighted
+        Part i is multiplied by 2**(8 * i), which makes three parts exact in one launch, without a
+        scale.
     """
     tensors = first, second
     blocks = _blocks(tensors, device)
-    steps = [_launch(tensors, parts, prefix, blocks, again=False)]
+    steps = [_launch(tensors, parts, prefix, blocks, again=False, weighted=weighted)]
     workspace = [Workspace(one.parts, parts * one.elements * 2) for one in tensors]
     moved = sum(4 * one.pixels * one.channels + parts * one.elements * 2 for one in tensors)
     expected_s = LAUNCH_S + moved / BYTES_PER_S
-    scales = parts > 2
+    scales = parts > 2 and not weighted
     if scales:
         steps.append(_launch(tensors, parts, prefix, blocks, again=True))
         workspace.append(Workspace(_largest(prefix), 4 * sum(blocks)))
@@ -151,11 +160,11 @@ def float_parts(
 
 def parts_instances() -> Iterable[Instance]:
     """Return the instances of float_parts.cu."""
-    return [_instance(parts) for parts in PARTS.values()]
+    return [_instance(2), _instance(3), _instance(3, weighted=True)]
 
 
-def _instance(parts: int) -> Instance:
-    return Instance.of("conv/float_parts.cu", HOPPER, PARTS=parts)
+def _instance(parts: int, *, weighted: bool = False) -> Instance:
+    return Instance.of("conv/float_parts.cu", HOPPER, PARTS=parts, WEIGHTED=weighted)
 
 
 def _largest(prefix: str) -> str:
@@ -185,6 +194,7 @@ def _launch(
     blocks: tuple[int, int],
     *,
     again: bool,
+    weighted: bool = False,
 ) -> Launch:
     args = FloatPartsArgs()
     args.blocks[:], args.again = blocks, again
@@ -204,7 +214,7 @@ def _launch(
             of.by[dim] = divider(extent)
         unit = CHUNK if source.channels_last else TILE
         of.by_across = divider(ceil_div(tensor.padded, unit))
-    scales = parts > 2
+    scales = parts > 2 and not weighted
     arguments = pack(
         args,
         source0=tensors[0].source,
@@ -214,7 +224,7 @@ def _launch(
         largest=_largest(prefix) if scales else None,
         unscale=_unscale(prefix) if scales else None,
     )
-    return Launch(_instance(parts), (sum(blocks), 1, 1), (BLOCK, 1, 1), arguments, overlaps=again)
+    return Launch(_instance(parts, weighted=weighted), (sum(blocks), 1, 1), (BLOCK, 1, 1), arguments, overlaps=again)
 
 
 def _in_order(strides: tuple[int, ...], extents: tuple[int, ...]) -> bool:
