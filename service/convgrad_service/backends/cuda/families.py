@@ -26,6 +26,7 @@ from convgrad_service.backends.cuda.kernels.conv.implicit_gemm import ImplicitGe
 from convgrad_service.backends.cuda.kernels.conv.padded_result import PaddedResult
 from convgrad_service.backends.cuda.kernels.conv.patch_products import PatchProducts
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm import PointwiseGemm
+from convgrad_service.backends.cuda.kernels.conv.split_gather import SplitGather
 from convgrad_service.backends.cuda.kernels.conv.split_weight import SplitWeight
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_direct import DepthwiseDirect
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_pairs import DepthwisePairs
@@ -92,6 +93,8 @@ OVERHEADS = {
     "hopper_weight_single": Overhead(0.0),
     "dense_gather": Overhead(4.7e-6, 1.09, 4.9e-6),
     "dense_weight": Overhead(8.0e-6, 0.91, 3e-6),
+    "split_gather": Overhead(0.0),
+    "split_gather_through_channels_last": Overhead(0.0),
     "split_weight": Overhead(0.0),
     "batch_last_weight": Overhead(0.0),
 }
@@ -182,6 +185,7 @@ DENSE_CONV_WEIGHT = (
     ResultThroughChannelsLast(DenseWeight(), COPIES),
     DenseWeight(),
 )
+SPLIT_GATHER = ResultThroughChannelsLast(SplitGather(), COPIES, timed=True), SplitGather()
 SPLIT_WEIGHT = ResultThroughChannelsLast(SplitWeight(), COPIES), SplitWeight()
 # Small layers, and those that no family above takes. On an H200, 53 gradients of 81 random ones in
 # TF32 are expected to be faster with these; they take 0.12 to 1.21 of the others' time (geometric
@@ -198,7 +202,9 @@ WHOLE_CHUNKS = (
     Tuned((PointwiseGemm(), IMPLICIT_GEMM, HopperGather(), HopperHalo())),
     PLANES_GEMM,
     SHORT_GEMM,
-    FastestExpected(DENSE_CONV, (HopperGather(direct=True),), GEMMS, overheads=OVERHEADS),
+    FastestExpected(
+        DENSE_CONV, (HopperGather(direct=True),), SPLIT_GATHER, GEMMS, overheads=OVERHEADS
+    ),
 )
 WHOLE_CHUNKS_WEIGHT = (
     Tuned((PointwiseGemm(), IMPLICIT_GEMM, HopperWeight(), HopperWeightSingle(), DenseWeight())),
