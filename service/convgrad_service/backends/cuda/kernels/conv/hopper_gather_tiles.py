@@ -39,7 +39,6 @@ CLUSTERS = {1: 132, 2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 8: 15}
 # Registers per thread of producers and consumers, by the number of consumer warpgroups.
 REGISTERS = {2: (56, 224), 3: (56, 152)}
 MOST_SUMS_OF_FEW, REGISTERS_OF_MANY = 128 * 160, (40, 232)
-REGISTERS_OF_PARTS = 40, 232
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +78,12 @@ class HopperTile:
     blocks: int = 1
     taps: int = 1
     parts: int = 1
-    overlap: bool = False
 
     def __str__(self) -> str:
         sharing = f"_x{self.sharing}" if self.sharing > 1 else ""
         split = f"_k{self.split}" if self.split > 1 else ""
         way = "a" if self.pingpong else f"{'s' if self.single else 'w'}{self.warpgroups}"
-        more = "_o" * self.overlap + "_row" * (self.taps > 1) + (f"_b{self.blocks}" if self.blocks > 1 else "")
+        more = "_row" * (self.taps > 1) + (f"_b{self.blocks}" if self.blocks > 1 else "")
         return f"{self.m}x{self.n}{way}{sharing}{split}{more}"
 
     @property
@@ -215,9 +213,10 @@ class HopperTile:
             return shape | {"SINGLE": 1}
         producer, consumer = REGISTERS[self.warpgroups]
         if self.parts > 1:
-            producer, consumer = REGISTERS_OF_PARTS
-            shape |= {"PARTS": self.parts, "RESULT": DType.FLOAT32, "OVERLAP": self.overlap}
-        if self.pingpong and self.m * self.n > MOST_SUMS_OF_FEW:
+            shape |= {"PARTS": self.parts, "RESULT": DType.FLOAT32}
+        many = self.pingpong and self.m * self.n > MOST_SUMS_OF_FEW
+        # With several phases, producers need more.
+        if many or (self.parts > 1 and maps == 1 and self.warpgroups == 2):
             producer, consumer = REGISTERS_OF_MANY
         shape |= {
             "PINGPONG": self.pingpong,
@@ -265,8 +264,11 @@ OF_FLOAT32 = HopperTile(128, 160, pingpong=True)
 """In TF32, 27 layers take 1.12 times as long without it; in 16-bit types, 15 layers 0.985 times."""
 
 
-PART_TILES = tuple(
-    HopperTile(m, n, parts=3) for m, n in ((128, 128), (128, 64), (256, 64))
+PART_TILES = (
+    HopperTile(128, 128, parts=3),
+    HopperTile(128, 96, parts=3),
+    HopperTile(192, 64, 3, parts=3),
+    HopperTile(128, 64, parts=3),
 )
 """Tile shapes of operands in parts: besides its sums, a thread holds as many of a k-tile."""
 
