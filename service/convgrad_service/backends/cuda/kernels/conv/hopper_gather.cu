@@ -17,7 +17,7 @@
 //   16-bit types).
 //   With TAPS > 1 (PINGPONG), a k-tile is a chunk of channels of all taps of a kernel row, which share its pixels, as
 //   in hopper_gather_single.cuh.
-// Parts: with PARTS 3, both operands are three bfloat16 tensors each, of float32's parts (hopper_gather_parts.cuh),
+// Parts: with PARTS 3, both operands are three bfloat16 tensors each, float32's parts (hopper_gather_parts.cuh),
 //   one after another along images and along the weight's outermost dimension. A stage holds one part of a k-tile.
 // Cluster: SHARING blocks with different pixels share weights by multicast.
 // Shared memory (dynamic): 1,024 bytes of alignment; STAGES stages of BM rows of 128 bytes (TAPS > 1: up to
@@ -30,6 +30,7 @@
 #include "conv/hopper_gather_parts.cuh"
 #include "conv/hopper_gather_pingpong.cuh"
 #include "conv/hopper_gather_planes.cuh"
+#include "conv/hopper_gather_products.cuh"
 #include "conv/hopper_gather_single.cuh"
 #include "core/opaque.cuh"
 
@@ -44,6 +45,34 @@ constexpr int kArgumentWords = (sizeof(HopperGatherArgs) - sizeof(TensorMap) * (
 // Whether there is code for a bias and an activation of plain results, as registers allow it. It costs ping-pong
 // warpgroups nothing, which overlap it; others have instances with and without (EPILOGUE).
 constexpr bool kFinishes = PINGPONG ? sizeof(T) == 2 && MAPS == 1 && kMmasM * kFragmentsN * 4 <= 160 : EPILOGUE;
+
+#if PARTS > 1
+// Mainloop over products of parts. None is in flight on return, which -1 stands for.
+__device__ __forceinline__ int mainloop(const HopperGatherArgs& args, const SharedLayout& smem,
+                                        PipelineState& state, int steps, int first_row, Sums& sum) {
+  clear(sum);
+  int i = 0;
+  for_k_tiles(args, steps, [&](auto mmas, int end) {
+#pragma unroll 1
+    for (; i < end; ++i) {
+      int stages[PARTS];
+#pragma unroll
+      for (int part = PARTS - 1; part >= 0; --part) {
+        mbarrier_wait(smem.full_barrier(state.index), state.parity);
+        stages[part] = state.index;
+        state.advance(STAGES);
+      }
+      multiply_parts(
+          [&](Sums& accum, int of_a, int of_b, int add) {
+            const u32 rows = smem.stage(stages[of_a]) + first_row * kRowBytes;
+            issue_k_tile<decltype(mmas)::value>(accum, rows, smem.stage(stages[of_b]) + kABytes, add);
+          },
+          [&](int part) { release_stage(smem, stages[part]); }, sum);
+    }
+  });
+  return -1;
+}
+#endif
 
 #if !PINGPONG
 #if PARTS == 1

@@ -191,7 +191,7 @@ def _launch(
     device: CudaDevice,
 ) -> Launch:
     """Return the launch that computes some phases."""
-    tile, planes = schedule.tile, stores_planes(work)
+    tile, planes = schedule.tile, stores_planes(work) and schedule.tile.has_planes
     stages = tile.stages(device)
     maps = next(each for each in MAPS if each >= len(phases))
     read, written = work.channels

@@ -153,6 +153,7 @@ def _single_s(
             taps=tile.taps,
             apart=(read % line != 0, written % line != 0),
             moved_bytes=work.elements * work.dtype.itemsize,
+            parts=tile.parts,
         ),
         SINGLE,
     )

@@ -103,13 +103,13 @@ def possible(work: ConvWork, axes: Sequence[Axis], device: CudaDevice, schedule:
         shared = len(phases) == 1 and adjacent and along.taps == tile.taps
         if not shared or schedule.images_first or tile.halo(axes[2], along) > MOST_HALO:
             return False
-    if stores_planes(work) and not tile.has_planes:
+    if stores_planes(work) and not (tile.has_planes or tile.parts > 1):
         return False
     if tile.pingpong:
         return may_pingpong(work, axes) and (work.epilogue_free or tile.has_epilogue)
     if not tile.single:
         return True
-    if is_product(work):
+    if is_product(work) and tile.parts == 1:
         return False
     if max(prod(along.taps for along in phase) for phase in phases) > MOST_LISTED:
         return False

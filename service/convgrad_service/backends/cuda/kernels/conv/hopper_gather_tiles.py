@@ -209,11 +209,11 @@ class HopperTile:
             "CONSUMERS": self.warpgroups,
             "TAPS": self.taps,
         }
+        if self.parts > 1:
+            shape |= {"PARTS": self.parts, "RESULT": DType.FLOAT32}
         if self.single:
             return shape | {"SINGLE": 1}
         producer, consumer = REGISTERS[self.warpgroups]
-        if self.parts > 1:
-            shape |= {"PARTS": self.parts, "RESULT": DType.FLOAT32}
         many = self.pingpong and self.m * self.n > MOST_SUMS_OF_FEW
         # With several phases, producers need more.
         if many or (self.parts > 1 and maps == 1 and self.warpgroups == 2):
@@ -269,6 +269,11 @@ PART_TILES = (
     HopperTile(128, 96, parts=3),
     HopperTile(192, 64, 3, parts=3),
     HopperTile(128, 64, parts=3),
+    *(
+        HopperTile(m, 64, warpgroups, split=split, single=True, blocks=blocks, parts=3)
+        for m, warpgroups, blocks in ((64, 1, 2), (128, 2, 1))
+        for split in SPLITS
+    ),
 )
 """Tile shapes of operands in parts: besides its sums, a thread holds as many of a k-tile."""
 
