@@ -16,9 +16,11 @@ from typing import Any
 from convgrad_service.backends.base import Backend
 from convgrad_service.backends.cuda.backend import CudaBackend
 from convgrad_service.backends.cuda.families import FAMILIES
+from convgrad_service.backends.cuda.kernels.conv.split_gather import SplitGather
 from convgrad_service.backends.cuda.kernels.conv.split_weight import SplitWeight
 from convgrad_service.backends.cuda.kernels.conv.dense_gather import DenseGather
 from convgrad_service.backends.cuda.kernels.conv.dense_weight import DenseWeight
+from convgrad_service.backends.cuda.kernels.conv.float_parts import PARTS
 from convgrad_service.backends.cuda.kernels.conv.hopper_gather import HopperGather
 from convgrad_service.backends.cuda.kernels.conv.hopper_gather_plan import Schedule
 from convgrad_service.backends.cuda.kernels.conv.hopper_halo import HopperHalo
@@ -96,10 +98,15 @@ def dense() -> Families:
 def hopper(schedule: Schedule | None = None) -> Families:
     """Hopper's kernels for every convolution that they can compute, however few channels it has;
     the general ones for the others. ``schedule`` in place of the plan's own."""
+    gathers = [
+        HopperGather(True, schedule),
+        SplitGather(HopperGather(True, parts=PARTS["highest"])),
+        GatherDirect(),
+    ]
     return replace(
         FAMILIES,
-        fwd=[HopperGather(True, schedule), GatherDirect()],
-        bwd_data=[HopperGather(True, schedule), GatherDirect()],
+        fwd=gathers,
+        bwd_data=gathers,
         bwd_weight=[
             SplitWeight(HopperWeight(1)),
             HopperWeight(1),

@@ -26,6 +26,7 @@ constexpr Major kWeights = ACROSS ? kMajorMn : kMajorK;
 constexpr int kConsumers = CONSUMERS * 128, kThreads = kConsumers + 64;
 constexpr int kMaxTaps = 128;
 constexpr int kArgumentWords = (sizeof(HopperGatherArgs) - sizeof(TensorMap) * (MAPS + 1)) / 4 - 1;
+static_assert(PARTS == 1 || TAPS == 1, "a stage has one part of one tap");
 using Accumulators = float[kMmasM][kFragmentsN][4];
 using Reduce = SplitKReduce<kMmasM * kFragmentsN, CONSUMERS * 4>;
 
