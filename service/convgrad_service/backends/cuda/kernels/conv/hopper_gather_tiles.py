@@ -24,14 +24,35 @@ WARPGROUP, WARP_FRAGMENT_BYTES = 128, 512
 PRODUCERS, LIST_BYTES, MOST_STAGES = 64, 528, 16
 MOST_HALO = 8
 """The most pixels beside a tile whose taps of a kernel row share them."""
-# Rates of an H200, fitted to tests/perf's dense layers: FLOP/s in 16-bit types (TF32 takes as long
-# per byte), bytes/s from the L2 cache to all SMs (sharing weights gains little: SHARED), and the
-# time of a tile outside its mainloop: fixed, and per result byte.
-MULTIPROCESSORS, FLOPS, L2_BYTES_S = 132, 865e12, 12e12
-TILE_S, BYTE_S = 0.35e-6, 3.7e-11
+MULTIPROCESSORS = 132
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What a kind of tile reaches on an H200.
+
+    Attributes
+    ----------
+    flops, l2_bytes_s
+        FLOP/s in 16-bit types (TF32 takes as long per byte), and bytes/s from the L2 cache to all
+        SMs.
+    tile_s, byte_s
+        Time of a tile outside its mainloop: fixed, and per result byte.
+    """
+
+    flops: float
+    l2_bytes_s: float
+    tile_s: float
+    byte_s: float
+
+
+# Fitted to tests/perf's dense layers. The mainloops of PINGPONG overlap stores and are limited by
+# power; OF_PARTS are fitted to 396 times of 107 random and networks' layers. Sharing weights gains
+# little.
+COOPERATIVE = Rates(865e12, 12e12, 0.35e-6, 3.7e-11)
+PINGPONG = Rates(800e12, 11.3e12, 0.9e-6, 3.7e-11)
+OF_PARTS = Rates(828e12, 8.35e12, 0.365e-6, 5.13e-11)
 SHARED = 0.995
-# The rates of PINGPONG, whose mainloops overlap stores and are limited by power.
-PINGPONG_FLOPS, PINGPONG_L2_BYTES_S, PINGPONG_TILE_S = 800e12, 11.3e12, 0.9e-6
 # The most accumulators of a tile with float32 operands.
 MOST_SUMS = 128 * 256
 CLUSTERS = {1: 132, 2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 8: 15}
@@ -103,10 +124,8 @@ class HopperTile:
         loaded in whole boxes. Loads of pixels take ``apart_a`` times as long, those of weights
         ``apart_b`` times.
         """
-        flops, l2_bytes_s = (
-            (PINGPONG_FLOPS, PINGPONG_L2_BYTES_S) if self.pingpong else (FLOPS, L2_BYTES_S)
-        )
-        products = self.taps * self.m * self.n * ROW_BYTES / flops
+        rates = self._rates
+        products = self.taps * self.m * self.n * ROW_BYTES / rates.flops
         shared = SHARED if self.sharing > 1 else 1.0
         a_rows = self.m + (MOST_HALO if self.taps > 1 else 0)
         b_rows = self.taps * (ceil_div(self.n, BOX_ROWS) * BOX_ROWS if across else self.n)
@@ -114,12 +133,15 @@ class HopperTile:
         if self.parts > 1:
             products *= self.parts * (self.parts + 1) // 2
             loaded *= self.parts
-        return max(products, loaded / l2_bytes_s) * MULTIPROCESSORS * shared
+        return max(products, loaded / rates.l2_bytes_s) * MULTIPROCESSORS * shared
 
     def tile_s(self, itemsize: int) -> float:
         """Return the seconds of a tile outside its mainloop."""
-        fixed = PINGPONG_TILE_S if self.pingpong else TILE_S
-        return fixed + self.m * self.n * itemsize * BYTE_S
+        return self._rates.tile_s + self.m * self.n * itemsize * self._rates.byte_s
+
+    @property
+    def _rates(self) -> Rates:
+        return OF_PARTS if self.parts > 1 else PINGPONG if self.pingpong else COOPERATIVE
 
     @property
     def threads(self) -> int:

@@ -25,6 +25,9 @@ from convgrad_service.plans.cuda.works import ConvWork, Operand
 
 __all__ = ["SplitGather"]
 
+# Of splitting on an H200: the launch, bytes read and written per second, and how much longer they
+# take if channels are not contiguous. In 107 layers, it errs by 7 %.
+SPLIT_S, BYTES_PER_S, TRANSPOSED = 5.7e-6, 4.1e12, 1.25
 NEEDS = Requirements((DType.FLOAT32,), hopper=True)
 
 
@@ -46,11 +49,13 @@ class SplitGather:
             return reason
         if work.precision == "high":
             return "TF32 is faster, and precise enough for what was requested"
+        work = _read(work)
         if (reason := why_not_parts(_tensors(work))) is not None:
             return reason
         return self._product.why_not(_of_parts(work), device)
 
     def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
+        work = _read(work)
         split = float_parts(
             *_tensors(work), PARTS["highest"], f"{work.prefix}parts_", device, weighted=True
         )
@@ -61,11 +66,29 @@ class SplitGather:
             kernel=f"{self.name}_{product.kernel}",
             steps=(*split.steps, *product.steps),
             workspace=(*split.workspace, *product.workspace),
-            expected_s=None if time_s is None else time_s + split.expected_s,
+            expected_s=None if time_s is None else time_s + _split_s(work),
         )
 
     def instances(self) -> Iterable[Instance]:
         return [*parts_instances(), *self._product.instances()]
+
+
+def _read(work: ConvWork) -> ConvWork:
+    """Return the work on those pixels of the source that a 1x1 convolution with a stride reads."""
+    apart = zip(work.input, work.output, work.stride, work.pad, strict=True)
+    inside = all(pad == 0 and (y - 1) * stride < x for x, y, stride, pad in apart)
+    if work.direction != "fwd" or work.taps > 1 or max(work.stride) == 1 or not inside:
+        return work
+    n, group, c, *spatial = work.x.strides
+    d, h, w = (stride * step for stride, step in zip(spatial, work.stride, strict=True))
+    ones = (1,) * work.conv.ndim
+    conv = replace(
+        work.conv,
+        input_size=work.conv.output_size,
+        stride=ones,
+        padding=tuple((0, 0) for _ in ones),
+    )
+    return replace(work, conv=conv, x=replace(work.x, strides=(n, group, c, d, h, w)))
 
 
 def _tensors(work: ConvWork) -> tuple[FloatTensor, FloatTensor]:
@@ -79,6 +102,16 @@ def _tensors(work: ConvWork) -> tuple[FloatTensor, FloatTensor]:
         ),
         FloatTensor(weight, work.out_channels, work.in_channels, work.kernel, f"{prefix}weight"),
     )
+
+
+def _split_s(work: ConvWork) -> float:
+    """Return the expected seconds of splitting both operands."""
+    bytes_ = sum(
+        (4 * one.pixels * one.channels + 6 * one.elements)
+        * (1.0 if one.source.channels_last else TRANSPOSED)
+        for one in _tensors(work)
+    )
+    return SPLIT_S + bytes_ / BYTES_PER_S
 
 
 def _of_parts(work: ConvWork) -> ConvWork:

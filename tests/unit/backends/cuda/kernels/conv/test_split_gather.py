@@ -104,11 +104,18 @@ def test_layers_of_many_products_are_split(direction: Direction) -> None:
     for layout in ("NHWC", "NCHW"):
         large = float_work(direction, batch=32, channels=(256, 256), size=28, layout=layout)
         assert choose(families, large, H200).family == "split_gather"
-    small = float_work(direction, batch=1, channels=(64, 64), size=7)
-    assert choose(families, small, H200).family != "split_gather"
     # Moving each element twice more would take longer than multiplying it.
     few = float_work(direction, batch=32, channels=(64, 64), size=56, kernel=1, pad=0)
     assert choose(families, few, H200).family != "split_gather"
+
+
+def test_pixels_that_a_stride_skips_are_not_split() -> None:
+    work = float_work("fwd", batch=2, channels=(64, 128), size=14, kernel=1, pad=0, stride=2)
+    fragment = SplitGather().launches(work, H200)
+    assert fragment.workspace[0].size_bytes == 6 * 2 * 49 * 64
+    padded = float_work("fwd", batch=2, channels=(64, 128), size=14, kernel=1, pad=1, stride=2)
+    fragment = SplitGather().launches(padded, H200)
+    assert fragment.workspace[0].size_bytes == 6 * 2 * 196 * 64
 
 
 def test_strided_planes_are_written_by_a_copy() -> None:
