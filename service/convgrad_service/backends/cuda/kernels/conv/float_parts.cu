@@ -54,7 +54,11 @@ struct FloatPartsArgs {
 
 namespace {
 
-constexpr int kBlock = 256, kBlocksEach = 4, kEach = 2, kChunk = 8;
+#ifndef BLOCKS_EACH
+#define BLOCKS_EACH 4
+#define EACH 2
+#endif
+constexpr int kBlock = 256, kBlocksEach = BLOCKS_EACH, kEach = EACH, kChunk = 8;
 constexpr int kTile = 64, kPitch = kTile + 1, kRows = kBlock / kTile;
 constexpr bool kScales = PARTS == 3;
 constexpr int kLift = 16, kLeast = -8, kMostExponent = 253;

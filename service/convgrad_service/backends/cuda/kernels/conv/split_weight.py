@@ -53,7 +53,9 @@ class SplitWeight:
             return reason
         parts = PARTS[work.precision]
         if parts > 2 and (terms := least_terms(work)) < LEAST_TERMS:
-            return f"sums of {terms} products; float32 FMAs may be more accurate below {LEAST_TERMS}"
+            return (
+                f"sums of {terms} products; float32 FMAs may be more accurate below {LEAST_TERMS}"
+            )
         return self._product.why_not(_of_parts(work), device, parts=parts)
 
     def launches(self, work: ConvWork, device: CudaDevice, cut: Cut | None = None) -> Fragment:
