@@ -33,8 +33,10 @@ PRODUCTS = {
 """The parts of the first and of the second operand to multiply, by their number."""
 
 CHUNK = 8
-# float_parts.cu: threads of a block, its blocks on a multiprocessor, chunks of a thread, a tile.
-BLOCK, BLOCKS_EACH, EACH, TILE = 256, 4, 2, 64
+# float_parts.cu: threads of a block, its blocks on a multiprocessor by the number of parts, chunks of
+# a thread, a tile.
+BLOCK, BLOCKS_EACH, EACH, TILE = 256, {2: 4, 3: 3}, 2, 64
+MOST_NARROW = 2
 VECTOR = 4
 MAX_JOBS = 2**31 - 1
 # A launch, the second launch, and bytes read and written per second.
@@ -86,7 +88,17 @@ class FloatTensor:
     def jobs(self) -> int:
         if self.source.channels_last:
             return self.pixels * (self.padded // CHUNK)
-        return ceil_div(self.pixels, TILE) * ceil_div(self.padded, TILE)
+        return ceil_div(self.pixels, TILE << self.narrow) * ceil_div(self.padded, self.across)
+
+    @property
+    def narrow(self) -> int:
+        """How often the channels of a tile are halved, and its pixels doubled."""
+        return next(n for n in range(MOST_NARROW, -1, -1) if n == 0 or self.padded <= TILE >> n)
+
+    @property
+    def across(self) -> int:
+        """Channels of a chunk, or of a tile."""
+        return CHUNK if self.source.channels_last else TILE >> self.narrow
 
     @property
     def blocks(self) -> int:
@@ -133,7 +145,7 @@ def float_parts(
         Start of the names of other workspace buffers.
     """
     tensors = first, second
-    blocks = _blocks(tensors, device)
+    blocks = _blocks(tensors, BLOCKS_EACH[parts] * device.multiprocessors)
     steps = [_launch(tensors, parts, prefix, blocks, again=False)]
     workspace = [Workspace(one.parts, parts * one.elements * 2) for one in tensors]
     moved = sum(4 * one.pixels * one.channels + parts * one.elements * 2 for one in tensors)
@@ -166,10 +178,9 @@ def _unscale(prefix: str) -> str:
     return f"{prefix}unscale"
 
 
-def _blocks(tensors: tuple[FloatTensor, FloatTensor], device: CudaDevice) -> tuple[int, int]:
-    """Return the blocks of each tensor: those that are resident at once, by bytes."""
+def _blocks(tensors: tuple[FloatTensor, FloatTensor], room: int) -> tuple[int, int]:
+    """Return the blocks of each tensor, by bytes: ``room`` of them are resident at once."""
     first, second = (one.blocks for one in tensors)
-    room = max(2, BLOCKS_EACH * device.multiprocessors)
     if first + second <= room:
         return first, second
     of_first = room * tensors[0].elements // (tensors[0].elements + tensors[1].elements)
@@ -190,20 +201,19 @@ def _launch(
     args.blocks[:], args.again = blocks, again
     for of, tensor in zip(args.of, tensors, strict=True):
         source = tensor.source
-        strides = source.strides[0], *source.strides[3:]
+        strides, size = _merged(source.strides, tensor.size)
         of.stride[:], of.channel_stride = strides, source.strides[2]
         of.part, of.pixels, of.channels = tensor.elements, tensor.pixels, tensor.channels
         of.padded, of.jobs = tensor.padded, tensor.jobs
         of.transposes = not source.channels_last
-        extents = tensor.batch, *tensor.size
+        extents = tensor.batch, *size
         outer = (stride for stride, extent in zip(strides, extents, strict=True) if extent > 1)
         of.vectors = all(value % VECTOR == 0 for value in (tensor.channels, *outer))
         of.in_order = _in_order(strides, extents)
-        of.size[:] = tensor.size
-        for dim, extent in enumerate(tensor.size):
+        of.size[:] = size
+        for dim, extent in enumerate(size):
             of.by[dim] = divider(extent)
-        unit = CHUNK if source.channels_last else TILE
-        of.by_across = divider(ceil_div(tensor.padded, unit))
+        of.narrow, of.by_across = tensor.narrow, divider(ceil_div(tensor.padded, tensor.across))
     scales = parts > 2
     arguments = pack(
         args,
@@ -215,6 +225,18 @@ def _launch(
         unscale=_unscale(prefix) if scales else None,
     )
     return Launch(_instance(parts), (sum(blocks), 1, 1), (BLOCK, 1, 1), arguments, overlaps=again)
+
+
+def _merged(strides: tuple[int, ...], size: Size3) -> tuple[tuple[int, ...], Size3]:
+    """Return the strides of N D H W and the sizes, of which outer ones become 1 where one stride
+    separates the pixels of several."""
+    d, h, w = size
+    n_stride, _, _, d_stride, h_stride, w_stride = strides
+    if w == 1 or h == 1 or h_stride == w * w_stride:
+        h, w, w_stride = 1, h * w, h_stride if w == 1 else w_stride
+        if d == 1 or w == 1 or d_stride == w * w_stride:
+            d, w, w_stride = 1, d * w, d_stride if w == 1 else w_stride
+    return (n_stride, d_stride, h_stride, w_stride), (d, h, w)
 
 
 def _in_order(strides: tuple[int, ...], extents: tuple[int, ...]) -> bool:

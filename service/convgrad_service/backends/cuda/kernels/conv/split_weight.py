@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.conv.dense_weight import least_terms
@@ -49,6 +50,7 @@ class SplitWeight:
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
         if (reason := NEEDS.why_not(work, device)) is not None:
             return reason
+        work = _of_pixels_read(work)
         if (reason := why_not_parts(_tensors(work))) is not None:
             return reason
         parts = PARTS[work.precision]
@@ -60,6 +62,7 @@ class SplitWeight:
 
     def launches(self, work: ConvWork, device: CudaDevice, cut: Cut | None = None) -> Fragment:
         """See `Family.launches`. ``cut`` overrides the chosen partition."""
+        work = _of_pixels_read(work)
         read, parts = _of_parts(work), PARTS[work.precision]
         split = float_parts(*_tensors(work), parts, f"{work.prefix}parts_", device)
         product = self._product.launches(read, device, cut, parts=parts, unscale=split.unscale)
@@ -78,6 +81,35 @@ class SplitWeight:
 
     def instances(self) -> Iterable[Instance]:
         return [*parts_instances(), *self._product.parts_instances()]
+
+
+def _of_pixels_read(work: ConvWork) -> ConvWork:
+    """Return the work on only those pixels of the input that it reads, along dimensions of one tap
+    and a stride."""
+    conv, x = work.conv, work.x
+    ndim = len(conv.stride)
+    skips = [
+        conv.kernel_size[dim] == 1 and conv.stride[dim] > 1 and conv.padding[dim][0] == 0
+        for dim in range(ndim)
+    ]
+    if not any(skips):
+        return work
+    strides = list(x.strides)
+    for dim, skip in enumerate(skips):
+        strides[6 - ndim + dim] *= conv.stride[dim] if skip else 1
+
+    def read(kept: tuple[Any, ...], instead: Iterable[Any]) -> tuple[Any, ...]:
+        each = zip(skips, kept, instead, strict=True)
+        return tuple(other if skip else one for skip, one, other in each)
+
+    n, g, c, d, h, w = strides
+    conv = replace(
+        conv,
+        input_size=read(conv.input_size, conv.output_size),
+        stride=read(conv.stride, (1,) * ndim),
+        padding=read(conv.padding, ((0, 0),) * ndim),
+    )
+    return replace(work, conv=conv, x=replace(x, strides=(n, g, c, d, h, w)))
 
 
 def _tensors(work: ConvWork) -> tuple[FloatTensor, FloatTensor]:
