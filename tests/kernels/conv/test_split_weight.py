@@ -26,6 +26,8 @@ GEOMETRIES = {
     "channels_67_to_131": Conv(1, 67, 131, (7, 6), (3, 3), padding=1),
     "channels_36_to_20": Conv(2, 36, 20, (5, 6), (3, 3), padding=1),
     "strided": Conv(2, 40, 72, (9, 10), (3, 3), 2, 1),
+    "strided_pointwise": Conv(2, 40, 32, (9, 8), (1, 1), 2),
+    "strided_columns": Conv(2, 24, 64, (7, 9), (3, 1), 2, (1, 0)),
     "pointwise": Conv(3, 64, 128, (7, 7), (1, 1)),
     "1d": Conv(2, 64, 64, (50,), (3,), padding=4, dilation=4),
     "3d": Conv(1, 32, 32, (4, 5, 6), (3, 3, 3), padding=1),

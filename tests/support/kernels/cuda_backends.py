@@ -16,8 +16,6 @@ from typing import Any
 from convgrad_service.backends.base import Backend
 from convgrad_service.backends.cuda.backend import CudaBackend
 from convgrad_service.backends.cuda.families import FAMILIES
-from convgrad_service.backends.cuda.kernels.conv.split_gather import SplitGather
-from convgrad_service.backends.cuda.kernels.conv.split_weight import SplitWeight
 from convgrad_service.backends.cuda.kernels.conv.dense_gather import DenseGather
 from convgrad_service.backends.cuda.kernels.conv.dense_weight import DenseWeight
 from convgrad_service.backends.cuda.kernels.conv.float_parts import PARTS
@@ -31,6 +29,8 @@ from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm import Pointwise
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_tiles import (
     Config as PointwiseConfig,
 )
+from convgrad_service.backends.cuda.kernels.conv.split_gather import SplitGather
+from convgrad_service.backends.cuda.kernels.conv.split_weight import SplitWeight
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_pairs import DepthwisePairs
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight import DepthwiseWeight
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_direct import (

@@ -93,10 +93,13 @@ OVERHEADS = {
     "hopper_weight_single": Overhead(0.0),
     "dense_gather": Overhead(4.7e-6, 1.09, 4.9e-6),
     "dense_weight": Overhead(8.0e-6, 0.91, 3e-6),
+    "dense_weight_through_channels_last": Overhead(8.0e-6, 0.91, 3e-6),
     "split_gather": Overhead(0.0),
     "split_gather_through_channels_last": Overhead(0.0),
     "split_weight": Overhead(0.0),
+    "split_weight_through_channels_last": Overhead(4e-6),
     "batch_last_weight": Overhead(0.0),
+    "batch_last_weight_through_channels_last": Overhead(4e-6),
 }
 # Of each copy between layouts, besides its bytes; in 20 depthwise layers on an H200.
 COPY_S = 3.2e-6

@@ -16,7 +16,8 @@
 //
 // Grid: blocks of the first tensor, then of the second; each takes chunks or tiles in turn. Block: 256 threads.
 //   Channels that are contiguous in the source: a thread has kEach chunks of eight channels at a time. Others
-//   are transposed: a block has a tile of 64 pixels and 64 channels, read along pixels.
+//   are transposed: a block has a tile of 64 pixels and 64 channels (`narrow`: twice or four times as many
+//   pixels, of fewer channels), read along pixels, the next one while it stores.
 // Shared memory (static): the tile.
 // Preconditions: `vectors` if the source's pixels start at multiples of 16 bytes and have a multiple of four channels.
 // Determinism: each element is written once in a launch; scales depend on the largest elements only.
@@ -36,6 +37,7 @@ struct FloatTensor {
   int padded;          // channels of a pixel of a part
   int jobs;            // chunks, or tiles
   int transposes;      // its channels are not contiguous
+  int narrow;          // log2 of the factor by which its tiles have fewer channels and more pixels
   int vectors;         // chunks can be read by vectors of 16 bytes
   int in_order;        // one stride, that of W, separates all pixels
   int size[3];         // D H W
@@ -57,7 +59,7 @@ struct FloatPartsArgs {
 
 namespace {
 
-constexpr int kBlock = 256, kBlocksEach = 4, kEach = 2, kChunk = 8;
+constexpr int kBlock = 256, kBlocksEach = PARTS == 3 ? 3 : 4, kEach = 2, kChunk = 8;
 constexpr int kTile = 64, kPitch = kTile + 1, kRows = kBlock / kTile;
 constexpr bool kScales = PARTS == 3 && !WEIGHTED;
 constexpr int kLift = 16, kLeast = -8, kMostExponent = 253;
@@ -184,35 +186,43 @@ __device__ __forceinline__ int tile_at(int channel, int pixel) {
   return channel * kPitch + (pixel ^ (channel >> 5 << 2));
 }
 
-// Takes every `blocks`th tile.
+// Takes every `blocks`th tile. Row v of a tile in shared memory is 64 pixels of a channel.
 __device__ __forceinline__ void transpose_tiles(const FloatTensor& of, const float* source, bf16* target,
                                                 u32 block, u32 blocks, float by, u32& largest,
                                                 float (&tile)[kTile * kPitch]) {
-  const int across = (of.padded + kTile - 1) / kTile, lane = threadIdx.x % kTile, row = threadIdx.x / kTile;
-  for (u32 job = block; job < of.jobs; job += blocks) {
-    const int along = divide(static_cast<int>(job), of.by_across);
-    const int first_pixel = along * kTile, first_channel = (job - along * across) * kTile;
-    const int pixels = of.pixels - first_pixel, channels = of.channels - first_channel;
-    const float* const from =
-        source + source_at(of, first_pixel + min(lane, pixels - 1)) + first_channel * of.channel_stride;
-    float found[kTile / kRows];
+  const int lane = threadIdx.x % kTile, row = threadIdx.x / kTile, narrow = of.narrow;
+  const int wide = kTile >> narrow, across = (of.padded + wide - 1) / wide;  // channels of a tile
+  float found[kTile / kRows];
+  const auto load = [&](u32 job) {
+    const int along = divide(static_cast<int>(job), of.by_across), first_pixel = along * (kTile << narrow);
+    const int first_channel = (job - along * across) * wide;
+    i64 from = 0;
 #pragma unroll
     for (int i = 0; i < kTile / kRows; ++i) {
-      const int channel = row + i * kRows;
-      found[i] = channel < channels ? from[channel * of.channel_stride] : 0;
+      const int v = row + i * kRows, channel = first_channel + (v & (wide - 1));
+      if (i == 0 || (narrow > 0 && (v & (wide - 1)) < kRows)) {
+        from = source_at(of, min(first_pixel + (v >> (6 - narrow)) * kTile + lane, of.pixels - 1));
+      }
+      found[i] = channel < of.channels ? source[from + channel * of.channel_stride] : 0;
     }
+  };
+  if (block < of.jobs) load(block);
+  for (u32 job = block; job < of.jobs; job += blocks) {
+    const int along = divide(static_cast<int>(job), of.by_across), first_pixel = along * (kTile << narrow);
+    const int first_channel = (job - along * across) * wide;
     __syncthreads();  // the previous tile is read
 #pragma unroll
     for (int i = 0; i < kTile / kRows; ++i) tile[tile_at(row + i * kRows, lane)] = found[i];
     __syncthreads();
+    if (job + blocks < of.jobs) load(job + blocks);
 #pragma unroll
     for (int i = 0; i < kTile * kTile / kChunk / kBlock; ++i) {
-      const int index = threadIdx.x + i * kBlock, column = index % (kTile / kChunk) * kChunk;
-      const int pixel = index / (kTile / kChunk);
-      if (pixel >= pixels || first_channel + column >= of.padded) continue;
+      const int index = threadIdx.x + i * kBlock, chunks = wide / kChunk, pixel = index >> (3 - narrow);
+      const int column = (index & (chunks - 1)) * kChunk, first = pixel / kTile * wide + column;
+      if (first_pixel + pixel >= of.pixels || first_channel + column >= of.padded) continue;
       float chunk[kChunk];
 #pragma unroll
-      for (int e = 0; e < kChunk; ++e) chunk[e] = tile[tile_at(column + e, pixel)];
+      for (int e = 0; e < kChunk; ++e) chunk[e] = tile[tile_at(first + e, pixel % kTile)];
       store_parts(of, target + static_cast<i64>(first_pixel + pixel) * of.padded + first_channel + column,
                   chunk, by, largest);
     }

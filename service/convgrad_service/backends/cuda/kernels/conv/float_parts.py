@@ -8,8 +8,9 @@ exact to 2**-23.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
@@ -17,11 +18,11 @@ from convgrad_service.backends.cuda.kernels.core.gather_axes import divider
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import HOPPER, CudaDevice
 from convgrad_service.plans.cuda.program import Instance, Launch, Step, Workspace, ceil_div
-from convgrad_service.plans.cuda.works import Operand, contiguous_strides
+from convgrad_service.plans.cuda.works import ConvWork, Operand, contiguous_strides
 from convgrad_service.problems.sizes import Size3
 
-__all__ = ["PARTS", "PRODUCTS", "FloatParts", "FloatTensor", "float_parts", "parts_instances"]
-__all__ += ["why_not_parts"]
+__all__ = ["PARTS", "PRODUCTS", "FloatParts", "FloatTensor", "float_parts", "of_pixels_read"]
+__all__ += ["parts_instances", "why_not_parts"]
 
 PARTS = {"high": 2, "highest": 3}
 """The parts of each operand, by ``precision``."""
@@ -33,8 +34,10 @@ PRODUCTS = {
 """The parts of the first and of the second operand to multiply, by their number."""
 
 CHUNK = 8
-# float_parts.cu: threads of a block, its blocks on a multiprocessor, chunks of a thread, a tile.
-BLOCK, BLOCKS_EACH, EACH, TILE = 256, 4, 2, 64
+# float_parts.cu: threads of a block, its blocks on a multiprocessor by the number of parts, chunks of
+# a thread, a tile.
+BLOCK, BLOCKS_EACH, EACH, TILE = 256, {2: 4, 3: 3}, 2, 64
+MOST_NARROW = 2
 VECTOR = 4
 MAX_JOBS = 2**31 - 1
 # A launch, the second launch, and bytes read and written per second.
@@ -86,7 +89,17 @@ class FloatTensor:
     def jobs(self) -> int:
         if self.source.channels_last:
             return self.pixels * (self.padded // CHUNK)
-        return ceil_div(self.pixels, TILE) * ceil_div(self.padded, TILE)
+        return ceil_div(self.pixels, TILE << self.narrow) * ceil_div(self.padded, self.across)
+
+    @property
+    def narrow(self) -> int:
+        """How often the channels of a tile are halved, and its pixels doubled."""
+        return next(n for n in range(MOST_NARROW, -1, -1) if n == 0 or self.padded <= TILE >> n)
+
+    @property
+    def across(self) -> int:
+        """Channels of a chunk, or of a tile."""
+        return CHUNK if self.source.channels_last else TILE >> self.narrow
 
     @property
     def blocks(self) -> int:
@@ -142,7 +155,7 @@ def float_parts(
         scale.
     """
     tensors = first, second
-    blocks = _blocks(tensors, device)
+    blocks = _blocks(tensors, BLOCKS_EACH[parts] * device.multiprocessors)
     steps = [_launch(tensors, parts, prefix, blocks, again=False, weighted=weighted)]
     workspace = [Workspace(one.parts, parts * one.elements * 2) for one in tensors]
     moved = sum(4 * one.pixels * one.channels + parts * one.elements * 2 for one in tensors)
@@ -156,6 +169,38 @@ def float_parts(
     return FloatParts(
         tuple(steps), tuple(workspace), _unscale(prefix) if scales else None, expected_s
     )
+
+
+def of_pixels_read(work: ConvWork) -> ConvWork:
+    """Return the work on only those pixels of the input that it reads, along dimensions of one tap
+    and a stride."""
+    conv, x = work.conv, work.x
+    ndim = conv.ndim
+    skips = [
+        conv.kernel_size[dim] == 1
+        and conv.stride[dim] > 1
+        and conv.padding[dim][0] == 0
+        and (conv.output_size[dim] - 1) * conv.stride[dim] < conv.input_size[dim]
+        for dim in range(ndim)
+    ]
+    if not any(skips):
+        return work
+    strides = list(x.strides)
+    for dim, skip in enumerate(skips):
+        strides[6 - ndim + dim] *= conv.stride[dim] if skip else 1
+
+    def read(kept: tuple[Any, ...], instead: Iterable[Any]) -> tuple[Any, ...]:
+        each = zip(skips, kept, instead, strict=True)
+        return tuple(other if skip else one for skip, one, other in each)
+
+    n, g, c, d, h, w = strides
+    conv = replace(
+        conv,
+        input_size=read(conv.input_size, conv.output_size),
+        stride=read(conv.stride, (1,) * ndim),
+        padding=read(conv.padding, ((0, 0),) * ndim),
+    )
+    return replace(work, conv=conv, x=replace(x, strides=(n, g, c, d, h, w)))
 
 
 def parts_instances() -> Iterable[Instance]:
@@ -175,10 +220,9 @@ def _unscale(prefix: str) -> str:
     return f"{prefix}unscale"
 
 
-def _blocks(tensors: tuple[FloatTensor, FloatTensor], device: CudaDevice) -> tuple[int, int]:
-    """Return the blocks of each tensor: those that are resident at once, by bytes."""
+def _blocks(tensors: tuple[FloatTensor, FloatTensor], room: int) -> tuple[int, int]:
+    """Return the blocks of each tensor, by bytes: ``room`` of them are resident at once."""
     first, second = (one.blocks for one in tensors)
-    room = max(2, BLOCKS_EACH * device.multiprocessors)
     if first + second <= room:
         return first, second
     of_first = room * tensors[0].elements // (tensors[0].elements + tensors[1].elements)
@@ -200,20 +244,19 @@ def _launch(
     args.blocks[:], args.again = blocks, again
     for of, tensor in zip(args.of, tensors, strict=True):
         source = tensor.source
-        strides = source.strides[0], *source.strides[3:]
+        strides, size = _merged(source.strides, tensor.size)
         of.stride[:], of.channel_stride = strides, source.strides[2]
         of.part, of.pixels, of.channels = tensor.elements, tensor.pixels, tensor.channels
         of.padded, of.jobs = tensor.padded, tensor.jobs
         of.transposes = not source.channels_last
-        extents = tensor.batch, *tensor.size
+        extents = tensor.batch, *size
         outer = (stride for stride, extent in zip(strides, extents, strict=True) if extent > 1)
         of.vectors = all(value % VECTOR == 0 for value in (tensor.channels, *outer))
         of.in_order = _in_order(strides, extents)
-        of.size[:] = tensor.size
-        for dim, extent in enumerate(tensor.size):
+        of.size[:] = size
+        for dim, extent in enumerate(size):
             of.by[dim] = divider(extent)
-        unit = CHUNK if source.channels_last else TILE
-        of.by_across = divider(ceil_div(tensor.padded, unit))
+        of.narrow, of.by_across = tensor.narrow, divider(ceil_div(tensor.padded, tensor.across))
     scales = parts > 2 and not weighted
     arguments = pack(
         args,
@@ -224,7 +267,20 @@ def _launch(
         largest=_largest(prefix) if scales else None,
         unscale=_unscale(prefix) if scales else None,
     )
-    return Launch(_instance(parts, weighted=weighted), (sum(blocks), 1, 1), (BLOCK, 1, 1), arguments, overlaps=again)
+    instance = _instance(parts, weighted=weighted)
+    return Launch(instance, (sum(blocks), 1, 1), (BLOCK, 1, 1), arguments, overlaps=again)
+
+
+def _merged(strides: tuple[int, ...], size: Size3) -> tuple[tuple[int, ...], Size3]:
+    """Return the strides of N D H W and the sizes, of which outer ones become 1 where one stride
+    separates the pixels of several."""
+    d, h, w = size
+    n_stride, _, _, d_stride, h_stride, w_stride = strides
+    if w == 1 or h == 1 or h_stride == w * w_stride:
+        h, w, w_stride = 1, h * w, h_stride if w == 1 else w_stride
+        if d == 1 or w == 1 or d_stride == w * w_stride:
+            d, w, w_stride = 1, d * w, d_stride if w == 1 else w_stride
+    return (n_stride, d_stride, h_stride, w_stride), (d, h, w)
 
 
 def _in_order(strides: tuple[int, ...], extents: tuple[int, ...]) -> bool:

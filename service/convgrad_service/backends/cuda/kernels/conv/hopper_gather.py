@@ -78,7 +78,12 @@ class HopperGather:
     name = "hopper_gather"
 
     def __init__(
-        self, everything: bool = False, schedule: Schedule | None = None, *, direct: bool = False, parts: int = 1
+        self,
+        everything: bool = False,
+        schedule: Schedule | None = None,
+        *,
+        direct: bool = False,
+        parts: int = 1,
     ) -> None:
         """Create the family.
 

@@ -41,6 +41,8 @@ CLUSTERS_OF = {
     "128x192": ((2, 1), (2, 2), (4, 4), (8, 4)),
     "256x128": ((2, 1), (2, 2), (4, 4), (8, 4)),
 }
+# The same where elements have several parts.
+CLUSTERS_OF_PARTS = {"128x128": ((4, 4),)}
 # Partial sums that a thread reads at a time, and the most units of a tile's rendezvous word
 # (hopper_weight_grid_reduce.cuh).
 TOGETHER_BATCH, MOST_TOGETHER = 16, 255
@@ -106,8 +108,8 @@ class WeightTile:
     @cached_property
     def clusters(self) -> tuple[tuple[int, int], ...]:
         """All cluster shapes (blocks, blocks that reduce one tile), the single block first."""
-        others = CLUSTERS_OF.get(self.name, ())
-        return ((1, 1), *(one for one in others if self.parts == 1 or one[0] == one[1]))
+        others = CLUSTERS_OF if self.parts == 1 else CLUSTERS_OF_PARTS
+        return ((1, 1), *others.get(self.name, ()))
 
     def joined_bytes(self, summing: int) -> int:
         """Return the bytes of accumulators, and of slices received, in a cluster reduction."""
@@ -147,17 +149,15 @@ TILES = (
     WeightTile(3, 1, 1, 192, 64, spread=True),
     WeightTile(3, 1, 1, 96, 32, spread=True),
 )
-# Accumulators of a thread; those of three parts are doubled, to add up products of one k-tile.
-MOST_SUMS = {2: 192, 3: 96}
+# Those whose threads have the registers for every accumulator twice, to add up products of three
+# parts; products of two are not expected to gain from others.
+OF_PARTS = ("128x192", "128x128", "256x64", "64x288")
 TILES_OF = {
     1: TILES,
     **{
-        parts: tuple(
-            replace(tile, parts=parts)
-            for tile in TILES
-            if tile.sums // (tile.warpgroups * 128) <= (most if tile.warpgroups < 3 else most // 2)
-        )
-        for parts, most in MOST_SUMS.items()
+        parts: tuple(replace(tile, parts=parts) for tile in TILES if tile.name in OF_PARTS)
+        for parts in PRODUCTS
+        if parts > 1
     },
 }
 """The tiles by the number of parts of an element."""

@@ -14,6 +14,7 @@ from convgrad_service.backends.cuda.kernels.conv.float_parts import (
     PARTS,
     FloatTensor,
     float_parts,
+    of_pixels_read,
     parts_instances,
     why_not_parts,
 )
@@ -49,13 +50,13 @@ class SplitGather:
             return reason
         if work.precision == "high":
             return "TF32 is faster, and precise enough for what was requested"
-        work = _read(work)
+        work = _forward_read(work)
         if (reason := why_not_parts(_tensors(work))) is not None:
             return reason
         return self._product.why_not(_of_parts(work), device)
 
     def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
-        work = _read(work)
+        work = _forward_read(work)
         split = float_parts(
             *_tensors(work), PARTS["highest"], f"{work.prefix}parts_", device, weighted=True
         )
@@ -73,35 +74,19 @@ class SplitGather:
         return [*parts_instances(), *self._product.instances()]
 
 
-def _read(work: ConvWork) -> ConvWork:
-    """Return the work on those pixels of the source that a 1x1 convolution with a stride reads."""
-    apart = zip(work.input, work.output, work.stride, work.pad, strict=True)
-    inside = all(pad == 0 and (y - 1) * stride < x for x, y, stride, pad in apart)
-    if work.direction != "fwd" or work.taps > 1 or max(work.stride) == 1 or not inside:
-        return work
-    n, group, c, *spatial = work.x.strides
-    d, h, w = (stride * step for stride, step in zip(spatial, work.stride, strict=True))
-    ones = (1,) * work.conv.ndim
-    conv = replace(
-        work.conv,
-        input_size=work.conv.output_size,
-        stride=ones,
-        padding=tuple((0, 0) for _ in ones),
-    )
-    return replace(work, conv=conv, x=replace(work.x, strides=(n, group, c, d, h, w)))
-
-
 def _tensors(work: ConvWork) -> tuple[FloatTensor, FloatTensor]:
     """Return the operands to split: the source, and the weight with out channels as images."""
     prefix = f"{work.prefix}parts_"
     _, k, c, *kernel = work.w.strides
     weight = Operand(work.w.buffer, work.w.dtype, (k, 0, c, kernel[0], kernel[1], kernel[2]))
     return (
-        FloatTensor(
-            work.sides[0], work.batch, work.channels[0], work.sizes[0], f"{prefix}source"
-        ),
+        FloatTensor(work.sides[0], work.batch, work.channels[0], work.sizes[0], f"{prefix}source"),
         FloatTensor(weight, work.out_channels, work.in_channels, work.kernel, f"{prefix}weight"),
     )
+
+
+def _forward_read(work: ConvWork) -> ConvWork:
+    return of_pixels_read(work) if work.direction == "fwd" else work
 
 
 def _split_s(work: ConvWork) -> float:

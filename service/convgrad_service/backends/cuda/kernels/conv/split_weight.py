@@ -16,6 +16,7 @@ from convgrad_service.backends.cuda.kernels.conv.float_parts import (
     PARTS,
     FloatTensor,
     float_parts,
+    of_pixels_read,
     parts_instances,
     why_not_parts,
 )
@@ -49,15 +50,19 @@ class SplitWeight:
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
         if (reason := NEEDS.why_not(work, device)) is not None:
             return reason
+        work = of_pixels_read(work)
         if (reason := why_not_parts(_tensors(work))) is not None:
             return reason
         parts = PARTS[work.precision]
         if parts > 2 and (terms := least_terms(work)) < LEAST_TERMS:
-            return f"sums of {terms} products; float32 FMAs may be more accurate below {LEAST_TERMS}"
+            return (
+                f"sums of {terms} products; float32 FMAs may be more accurate below {LEAST_TERMS}"
+            )
         return self._product.why_not(_of_parts(work), device, parts=parts)
 
     def launches(self, work: ConvWork, device: CudaDevice, cut: Cut | None = None) -> Fragment:
         """See `Family.launches`. ``cut`` overrides the chosen partition."""
+        work = of_pixels_read(work)
         read, parts = _of_parts(work), PARTS[work.precision]
         split = float_parts(*_tensors(work), parts, f"{work.prefix}parts_", device)
         product = self._product.launches(read, device, cut, parts=parts, unscale=split.unscale)

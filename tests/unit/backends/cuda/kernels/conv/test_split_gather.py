@@ -75,7 +75,7 @@ def test_both_operands_are_split_in_one_launch(direction: Direction) -> None:
     assert dict(split.instance.defines)["WEIGHTED"] == "1"
     assert not split.overlaps
     assert product.overlaps
-    read, written = work.channels
+    read, _ = work.channels
     padded = -(-read // 8) * 8
     elements = 5 * 81 * padded, 9 * 70 * 40
     assert [item.size_bytes for item in fragment.workspace] == [6 * count for count in elements]
