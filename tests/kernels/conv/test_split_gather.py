@@ -1,4 +1,4 @@
-"""True float32 fprop and dgrad on Hopper by products of bfloat16 parts, in the emulator and on a GPU."""
+"""True float32 fprop and dgrad on Hopper by bfloat16 parts, in the emulator and on a GPU."""
 
 from __future__ import annotations
 

@@ -34,8 +34,8 @@ PRODUCTS = {
 """The parts of the first and of the second operand to multiply, by their number."""
 
 CHUNK = 8
-# float_parts.cu: threads of a block, its blocks on a multiprocessor by the number of parts, chunks of
-# a thread, a tile.
+# float_parts.cu: threads of a block, its blocks on a multiprocessor by the number of parts, chunks
+# of a thread, a tile.
 BLOCK, BLOCKS_EACH, EACH, TILE = 256, {2: 4, 3: 3}, 2, 64
 MOST_NARROW = 2
 VECTOR = 4

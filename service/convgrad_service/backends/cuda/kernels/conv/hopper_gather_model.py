@@ -38,8 +38,8 @@ MOST_COUNTED = 1 << 16
 PINGPONG_BY_IMAGE = 1.13
 # From the time of the busiest SM to that of a launch in a graph, fitted on an H200.
 START_S, SCALE = 5.9e-6, 1.09
-# The same for products of parts, which start while the operands are split; bytes per second from and
-# to memory, and the fraction of the shorter of memory and SM time that is not overlapped.
+# The same for products of parts, which start while the operands are split; bytes per second from
+# and to memory, and the fraction of the shorter of memory and SM time that is not overlapped.
 START_OF_PARTS_S, BYTES_PER_S, BESIDE = 1.45e-6, 4e12, 0.2
 SINGLE = Rates(
     start=4.345,

@@ -33,8 +33,8 @@ NEEDS = Requirements((DType.FLOAT32,), hopper=True)
 
 
 class SplitGather:
-    """fwd and bwd_data of ungrouped float32 layers with ``precision: highest`` on sm_90a, of tensors
-    in any layout.
+    """fwd and bwd_data of ungrouped float32 layers with ``precision: highest`` on sm_90a, in any
+    layout.
 
     Splitting moves 2.5 times the operands' bytes, so it is for layers of many products.
     """

@@ -29,8 +29,8 @@ from convgrad_service.plans.cuda.works import ConvWork
 
 __all__ = ["SplitWeight"]
 
-# Six products of parts have a relative error of up to 2^-23, and their sum in a tensor core a few more;
-# float32 accumulation has 2^-24 per term.
+# Six products of parts have a relative error of up to 2^-23, and their sum in a tensor core a few
+# more; float32 accumulation has 2^-24 per term.
 LEAST_TERMS = 8
 NEEDS = Requirements((DType.FLOAT32,), hopper=True)
 
