@@ -16,7 +16,10 @@ import pytest
 from convgrad_service.backends.base import Backend
 from convgrad_service.backends.cuda.backend import CudaBackend
 from convgrad_service.backends.cuda.families import FAMILIES
+from convgrad_service.backends.cuda.kernels.conv.float_parts import PARTS
+from convgrad_service.backends.cuda.kernels.conv.hopper_gather import HopperGather
 from convgrad_service.backends.cuda.kernels.conv.hopper_weight import HopperWeight
+from convgrad_service.backends.cuda.kernels.conv.split_gather import SplitGather
 from convgrad_service.backends.cuda.kernels.conv.split_weight import SplitWeight
 from convgrad_service.plans.cuda.families import Families
 from tests.emulator.backend import EmulatedBackend, works_here
@@ -54,7 +57,10 @@ CASES = [
 ]
 
 
-BY_PARTS = replace(FAMILIES, bwd_weight=(SplitWeight(HopperWeight(1)),))
+GATHER = (SplitGather(HopperGather(True, parts=PARTS["highest"])),)
+BY_PARTS = replace(
+    FAMILIES, fwd=GATHER, bwd_data=GATHER, bwd_weight=(SplitWeight(HopperWeight(1)),)
+)
 
 
 def families(case: Case) -> Families:
@@ -66,7 +72,7 @@ SPLIT = [pytest.param(case, families(case), id=case.id) for case in CASES]
 SPLIT += [
     pytest.param(case, BY_PARTS, id=f"{case.id}-by_parts")
     for case in CASES
-    if case.operation == "grouped_conv_bwd_weight" and not case.name.startswith("first")
+    if not case.name.startswith("first")
 ]
 
 

@@ -35,13 +35,15 @@ PRODUCTS = {
 
 CHUNK = 8
 # float_parts.cu: threads of a block, its blocks on a multiprocessor by the number of parts, chunks
-# of a thread, a tile.
+# of a thread, a tile and how often its channels may be halved.
 BLOCK, BLOCKS_EACH, EACH, TILE = 256, {2: 4, 3: 3}, 2, 64
 MOST_NARROW = 2
 VECTOR = 4
 MAX_JOBS = 2**31 - 1
-# A launch, the second launch, and bytes read and written per second.
-LAUNCH_S, AGAIN_S, BYTES_PER_S = 3e-6, 1.5e-6, 3.5e12
+# On an H200, beside the product that follows: the launches by the number of parts, and bytes read
+# and written per second where channels are contiguous and where they are not.
+LAUNCHES_S, BYTES_PER_S, TRANSPOSED_BYTES_PER_S = {2: 3.9e-6, 3: 1.4e-6}, 4.0e12, 3.4e12
+WEIGHTED_LAUNCH_S = 5.7e-6
 FloatPartsArgs = structure("conv/float_parts.cu", "FloatPartsArgs")
 
 
@@ -101,6 +103,11 @@ class FloatTensor:
         """Channels of a chunk, or of a tile."""
         return CHUNK if self.source.channels_last else TILE >> self.narrow
 
+    def expected_s(self, parts: int) -> float:
+        """Return the expected seconds in which a launch splits it."""
+        moved = 4 * self.pixels * self.channels + 2 * parts * self.elements
+        return moved / (BYTES_PER_S if self.source.channels_last else TRANSPOSED_BYTES_PER_S)
+
     @property
     def blocks(self) -> int:
         """The most blocks that have work."""
@@ -158,14 +165,13 @@ def float_parts(
     blocks = _blocks(tensors, BLOCKS_EACH[parts] * device.multiprocessors)
     steps = [_launch(tensors, parts, prefix, blocks, again=False, weighted=weighted)]
     workspace = [Workspace(one.parts, parts * one.elements * 2) for one in tensors]
-    moved = sum(4 * one.pixels * one.channels + parts * one.elements * 2 for one in tensors)
-    expected_s = LAUNCH_S + moved / BYTES_PER_S
+    launches_s = WEIGHTED_LAUNCH_S if weighted else LAUNCHES_S[parts]
+    expected_s = launches_s + sum(one.expected_s(parts) for one in tensors)
     scales = parts > 2 and not weighted
     if scales:
         steps.append(_launch(tensors, parts, prefix, blocks, again=True))
         workspace.append(Workspace(_largest(prefix), 4 * sum(blocks)))
         workspace.append(Workspace(_unscale(prefix), 4))
-        expected_s += AGAIN_S
     return FloatParts(
         tuple(steps), tuple(workspace), _unscale(prefix) if scales else None, expected_s
     )
