@@ -70,11 +70,15 @@ def drawn(tensor: Tensor, seed: int, least: int = -10, most: int = 10) -> Floats
 
 
 def run(
-    pair: tuple[Tensor, Tensor], arrays: tuple[Floats, Floats], parts: int, again: bool = True
+    pair: tuple[Tensor, Tensor],
+    arrays: tuple[Floats, Floats],
+    parts: int,
+    again: bool = True,
+    weighted: bool = False,
 ) -> tuple[list[Floats], float]:
     """Return both tensors' parts, (part, N, C, D, H, W), and the factor that undoes scales."""
     tensors = pair[0].tensor("x"), pair[1].tensor("y")
-    split = float_parts(*tensors, parts, "", H200)
+    split = float_parts(*tensors, parts, "", H200, weighted=weighted)
     sizes = {item.name: item.size_bytes for item in split.workspace}
     sizes |= {name: array.nbytes for name, array in zip("xy", arrays, strict=True)}
     memory = Buffers(sizes, UNWRITTEN)
@@ -188,3 +192,20 @@ def test_the_second_launch_writes_nothing_in_range(seed: int) -> None:
     both, _ = run(pair, arrays, 3)
     for one, other in zip(first, both, strict=True):
         assert (one == other).all()
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_weighted_parts_are_exact(seed: int, name: str) -> None:
+    """In one launch, for elements of any magnitude."""
+    pair = PAIRS[name]
+    arrays = drawn(pair[0], seed, -149, 127), drawn(pair[1], seed + 1, -149, -120)
+    arrays[0].reshape(-1)[::7] = LARGEST
+    found, unscale = run(pair, arrays, 3, weighted=True)
+    assert unscale == 1.0
+    weights = 2.0 ** (-8.0 * np.arange(3))
+    for parts, array in zip(found, arrays, strict=True):
+        assert np.isfinite(parts).all()
+        assert (np.tensordot(weights, parts.astype(np.float64), 1) == array).all()
+        # At most the element, rounded up to a power of two, or bfloat16's smallest normal number.
+        _, exponents = np.frexp(array)
+        assert (np.abs(parts) <= np.ldexp(1.0, np.maximum(exponents, -126))).all()

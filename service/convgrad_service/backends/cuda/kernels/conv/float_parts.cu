@@ -7,7 +7,7 @@
 // With two parts, an element whose first part would round to infinity has it truncated instead.
 // With WEIGHTED (three parts), part i is the rest times 2^(8 * i), so none underflows before the element does; parts
 // of elements of 2^127 and more are truncated. A part's magnitude is at most the element's, rounded up to a power
-// of two.
+// of two, or 2^-126.
 // With three others, elements are multiplied by a power of two, at first 2^kLift: the last bit of the smallest subnormal
 // is then bfloat16's last bit, so every element that stays finite is split exactly. The launch stores the largest
 // magnitude of a finite element that each block found. A second one (`again`) lowers the powers where
@@ -60,7 +60,7 @@ struct FloatPartsArgs {
 namespace {
 
 constexpr int kBlock = 256, kBlocksEach = PARTS == 3 ? 3 : 4, kEach = 2, kChunk = 8;
-constexpr int kTile = 64, kPitch = kTile + 1, kRows = kBlock / kTile;
+constexpr int kMostNarrow = 2, kTile = 64, kPitch = kTile + 1, kRows = kBlock / kTile;
 constexpr bool kScales = PARTS == 3 && !WEIGHTED;
 constexpr int kLift = 16, kLeast = -8, kMostExponent = 253;
 
@@ -200,23 +200,28 @@ __device__ __forceinline__ void transpose_tiles(const FloatTensor& of, const flo
 #pragma unroll
     for (int i = 0; i < kTile / kRows; ++i) {
       const int v = row + i * kRows, channel = first_channel + (v & (wide - 1));
-      if (i == 0 || (narrow > 0 && (v & (wide - 1)) < kRows)) {
+      // Another row of pixels, which begins every 64, 32 or 16 rows of the tile.
+      if (i == 0 || (i * kRows % (kTile >> kMostNarrow) == 0 && (i * kRows & (wide - 1)) == 0)) {
         from = source_at(of, min(first_pixel + (v >> (6 - narrow)) * kTile + lane, of.pixels - 1));
       }
       found[i] = channel < of.channels ? source[from + channel * of.channel_stride] : 0;
     }
   };
-  if (block < of.jobs) load(block);
-  for (u32 job = block; job < of.jobs; job += blocks) {
+  // The next tile is read while one is stored. One copy of the code for both, as a launch waits for its code.
+  bool holds = false;
+  for (u32 next = block; holds || next < of.jobs; next += blocks) {
+    const u32 job = next - blocks;
     const int along = divide(static_cast<int>(job), of.by_across), first_pixel = along * (kTile << narrow);
     const int first_channel = (job - along * across) * wide;
-    __syncthreads();  // the previous tile is read
+    if (holds) {
+      __syncthreads();  // the previous tile is read
 #pragma unroll
-    for (int i = 0; i < kTile / kRows; ++i) tile[tile_at(row + i * kRows, lane)] = found[i];
-    __syncthreads();
-    if (job + blocks < of.jobs) load(job + blocks);
+      for (int i = 0; i < kTile / kRows; ++i) tile[tile_at(row + i * kRows, lane)] = found[i];
+      __syncthreads();
+    }
+    if (next < of.jobs) load(next);
 #pragma unroll
-    for (int i = 0; i < kTile * kTile / kChunk / kBlock; ++i) {
+    for (int i = 0; holds && i < kTile * kTile / kChunk / kBlock; ++i) {
       const int index = threadIdx.x + i * kBlock, chunks = wide / kChunk, pixel = index >> (3 - narrow);
       const int column = (index & (chunks - 1)) * kChunk, first = pixel / kTile * wide + column;
       if (first_pixel + pixel >= of.pixels || first_channel + column >= of.padded) continue;
@@ -226,6 +231,7 @@ __device__ __forceinline__ void transpose_tiles(const FloatTensor& of, const flo
       store_parts(of, target + static_cast<i64>(first_pixel + pixel) * of.padded + first_channel + column,
                   chunk, by, largest);
     }
+    holds = next < of.jobs;
   }
 }
 
