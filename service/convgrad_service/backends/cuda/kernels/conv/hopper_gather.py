@@ -142,12 +142,12 @@ class HopperGather:
         if schedule is None:
             time_s, schedule = choose_schedule(work, axes, device, self._parts)
             chosen = schedule
-        planes = stores_planes(work)
-        if planes or self._parts > 1 or not may_start_with_images(work, axes):
+        if stores_planes(work) or self._parts > 1 or not may_start_with_images(work, axes):
             schedule = replace(schedule, images_first=False)
         if not possible(work, axes, device, schedule):
             schedule = replace(schedule, tile=tiles_of(work.dtype, self._parts)[0])
         tile = schedule.tile
+        planes = stores_planes(work) and tile.has_planes
         steps = [_launch(work, axes, phases, sides, schedule, device) for phases in launched(axes)]
         steps[0] = replace(steps[0], overlaps=bool(sides.steps) or work.follows)
         if time_s is None or schedule != chosen:
@@ -164,7 +164,11 @@ class HopperGather:
         axes = [gather_axis(work, dim) for dim in range(3)]
         every = candidates(work, axes, device, self._parts)
         found = next((one for one in every if str(one) == config), None)
-        return None if found is None else HopperGather(everything=True, schedule=found)
+        return (
+            None
+            if found is None
+            else HopperGather(everything=True, schedule=found, parts=self._parts)
+        )
 
     def instances(self) -> Iterable[Instance]:
         return [
