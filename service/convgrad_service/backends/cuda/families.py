@@ -94,7 +94,7 @@ OVERHEADS = {
     "dense_weight": Overhead(8.0e-6, 0.91, 3e-6),
     "dense_weight_through_channels_last": Overhead(8.0e-6, 0.91, 3e-6),
     "split_weight": Overhead(0.0),
-    "split_weight_through_channels_last": Overhead(8e-6),
+    "split_weight_through_channels_last": Overhead(7e-6),
     "batch_last_weight": Overhead(0.0),
     "batch_last_weight_through_channels_last": Overhead(4e-6),
 }

@@ -32,9 +32,9 @@ __all__ = ["SplitWeight"]
 # Six products of parts have a relative error of up to 2^-23, and their sum in a tensor core a few
 # more; float32 accumulation has 2^-24 per term.
 LEAST_TERMS = 8
-# On an H200: measured over modelled time of the product, by the number of parts; what it takes
-# longer to store a result whose channels are not contiguous, and of that by element.
-PRODUCT_SCALE, STRIDED_S, STRIDED_ELEMENT_S = {2: 0.91, 3: 1.03}, 5e-6, 7e-12
+# On an H200: measured over modelled time of the product, and how much longer it takes to store an
+# element of a result whose channels are not contiguous.
+PRODUCT_SCALE, STRIDED_ELEMENT_S = 0.93, 8.5e-12
 NEEDS = Requirements((DType.FLOAT32,), hopper=True)
 
 
@@ -78,7 +78,7 @@ class SplitWeight:
             steps=(*split.steps, first, *others),
             workspace=(*split.workspace, *product.workspace),
             expected_s=split.expected_s
-            + PRODUCT_SCALE[parts] * (product.expected_s or 0.0)
+            + PRODUCT_SCALE * (product.expected_s or 0.0)
             + _stored_s(work),
         )
 
@@ -90,7 +90,7 @@ def _stored_s(work: ConvWork) -> float:
     """Return the expected seconds by which strides of the result delay it."""
     if work.w.strides[2] == 1:
         return 0.0
-    return STRIDED_S + STRIDED_ELEMENT_S * work.taps * work.in_channels * work.out_channels
+    return STRIDED_ELEMENT_S * work.taps * work.in_channels * work.out_channels
 
 
 def _of_pixels_read(work: ConvWork) -> ConvWork:
