@@ -67,7 +67,7 @@ class SplitWeight:
         """See `Family.launches`. ``cut`` overrides the chosen partition."""
         work = _of_pixels_read(work)
         read, parts = _of_parts(work), PARTS[work.precision]
-        split = float_parts(*_tensors(work), parts, f"{work.prefix}parts_", device)
+        split = float_parts(*_tensors(work), parts, f"{work.prefix}weight_parts_", device)
         product = self._product.launches(read, device, cut, parts=parts, unscale=split.unscale)
         first, *others = product.steps
         if isinstance(first, Launch):
@@ -124,7 +124,7 @@ def _of_pixels_read(work: ConvWork) -> ConvWork:
 
 def _tensors(work: ConvWork) -> tuple[FloatTensor, FloatTensor]:
     """Return the operands to split."""
-    prefix = f"{work.prefix}parts_"
+    prefix = f"{work.prefix}weight_parts_"
     return (
         FloatTensor(work.x, work.batch, work.in_channels, work.input, f"{prefix}input"),
         FloatTensor(work.y, work.batch, work.out_channels, work.output, f"{prefix}grad_output"),
@@ -134,4 +134,4 @@ def _tensors(work: ConvWork) -> tuple[FloatTensor, FloatTensor]:
 def _of_parts(work: ConvWork) -> ConvWork:
     """Return the work on the first parts of the operands."""
     x, y = (tensor.part for tensor in _tensors(work))
-    return replace(work, dtype=DType.BFLOAT16, x=x, y=y, prefix=f"{work.prefix}parts_")
+    return replace(work, dtype=DType.BFLOAT16, x=x, y=y, prefix=f"{work.prefix}weight_parts_")
