@@ -97,7 +97,7 @@ OVERHEADS = {
     "split_gather": Overhead(0.0),
     "split_gather_through_channels_last": Overhead(0.0),
     "split_weight": Overhead(0.0),
-    "split_weight_through_channels_last": Overhead(8e-6),
+    "split_weight_through_channels_last": Overhead(7e-6),
     "batch_last_weight": Overhead(0.0),
     "batch_last_weight_through_channels_last": Overhead(4e-6),
 }

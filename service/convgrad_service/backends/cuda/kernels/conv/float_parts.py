@@ -34,16 +34,20 @@ PRODUCTS = {
 """The parts of the first and of the second operand to multiply, by their number."""
 
 CHUNK = 8
-# float_parts.cu: threads of a block, its blocks on a multiprocessor by the number of parts, chunks
-# of a thread, a tile and how often its channels may be halved.
-BLOCK, BLOCKS_EACH, EACH, TILE = 256, {2: 4, 3: 3}, 2, 64
+# float_parts.cu: threads of a block, its blocks on a multiprocessor, chunks of a thread, a tile and
+# how often its channels may be halved.
+BLOCK, BLOCKS_EACH, EACH, TILE = 256, 3, 2, 64
 MOST_NARROW = 2
+# Tiles across that blocks take in turn before those of other pixels: more, and neighbouring blocks
+# read and write less contiguously.
+MOST_BAND = 4
 VECTOR = 4
 MAX_JOBS = 2**31 - 1
 # On an H200, beside the product that follows: the launches by the number of parts, and bytes read
 # and written per second where channels are contiguous and where they are not.
-LAUNCHES_S, BYTES_PER_S, TRANSPOSED_BYTES_PER_S = {2: 3.9e-6, 3: 1.4e-6}, 4.0e12, 3.4e12
-WEIGHTED_LAUNCH_S = 5.7e-6
+LAUNCHES_S, BYTES_PER_S, TRANSPOSED_BYTES_PER_S = {2: 2.5e-6, 3: 4.5e-6}, 3.5e12, 2.9e12
+# The same launch, and the fraction of that time, of weighted parts.
+WEIGHTED_LAUNCH_S, WEIGHTED_SCALE = 5.7e-6, 0.86
 FloatPartsArgs = structure("conv/float_parts.cu", "FloatPartsArgs")
 
 
@@ -89,9 +93,8 @@ class FloatTensor:
 
     @property
     def jobs(self) -> int:
-        if self.source.channels_last:
-            return self.pixels * (self.padded // CHUNK)
-        return ceil_div(self.pixels, TILE << self.narrow) * ceil_div(self.padded, self.across)
+        """Chunks, or tiles."""
+        return self.along * self.band * self.bands
 
     @property
     def narrow(self) -> int:
@@ -99,9 +102,26 @@ class FloatTensor:
         return next(n for n in range(MOST_NARROW, -1, -1) if n == 0 or self.padded <= TILE >> n)
 
     @property
-    def across(self) -> int:
-        """Channels of a chunk, or of a tile."""
-        return CHUNK if self.source.channels_last else TILE >> self.narrow
+    def along(self) -> int:
+        """Pixels, or tiles along them."""
+        if self.source.channels_last:
+            return self.pixels
+        return ceil_div(self.pixels, TILE << self.narrow)
+
+    @property
+    def bands(self) -> int:
+        """Bands of chunks, or tiles, across the channels."""
+        return 1 if self.source.channels_last else ceil_div(self._across, MOST_BAND)
+
+    @property
+    def band(self) -> int:
+        """Chunks or tiles of a band. The last may be empty."""
+        return ceil_div(self._across, self.bands)
+
+    @property
+    def _across(self) -> int:
+        """Chunks, or tiles, that a pixel's channels are divided into."""
+        return ceil_div(self.padded, CHUNK if self.source.channels_last else TILE >> self.narrow)
 
     def expected_s(self, parts: int) -> float:
         """Return the expected seconds in which a launch splits it."""
@@ -162,11 +182,13 @@ def float_parts(
         scale.
     """
     tensors = first, second
-    blocks = _blocks(tensors, BLOCKS_EACH[parts] * device.multiprocessors)
+    blocks = _blocks(tensors, BLOCKS_EACH * device.multiprocessors)
     steps = [_launch(tensors, parts, prefix, blocks, again=False, weighted=weighted)]
     workspace = [Workspace(one.parts, parts * one.elements * 2) for one in tensors]
-    launches_s = WEIGHTED_LAUNCH_S if weighted else LAUNCHES_S[parts]
-    expected_s = launches_s + sum(one.expected_s(parts) for one in tensors)
+    split_s = sum(one.expected_s(parts) for one in tensors)
+    expected_s = LAUNCHES_S[parts] + split_s
+    if weighted:
+        expected_s = WEIGHTED_LAUNCH_S + WEIGHTED_SCALE * split_s
     scales = parts > 2 and not weighted
     if scales:
         steps.append(_launch(tensors, parts, prefix, blocks, again=True))
@@ -262,7 +284,8 @@ def _launch(
         of.size[:] = size
         for dim, extent in enumerate(size):
             of.by[dim] = divider(extent)
-        of.narrow, of.by_across = tensor.narrow, divider(ceil_div(tensor.padded, tensor.across))
+        of.narrow, of.band = tensor.narrow, tensor.band
+        of.by_band, of.by_along = divider(tensor.band), divider(tensor.along)
     scales = parts > 2 and not weighted
     arguments = pack(
         args,

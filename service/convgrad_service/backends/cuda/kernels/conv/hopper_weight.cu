@@ -12,7 +12,7 @@
 // remainder by stride[2] each, of which dilation[1], stride[1] and pad[1] count `stride[2]` for each row of the
 // input. Planes of 1x1 kernels, channels first, are such rows of one image, with images in place of rows.
 //
-// With PARTS, operands are float32 as so many bfloat16 parts (float_parts.cu). A stage has all parts of its pixels,
+// With PARTS, operands are float32 as so many bfloat16 parts (float_parts.cu). A stage has all parts of its 32 pixels,
 // and products of parts are summed from the smallest to the largest. Those of three parts (float32 accuracy) are
 // summed on the tensor cores, which truncate, over one k-tile only, and then in float32.
 //

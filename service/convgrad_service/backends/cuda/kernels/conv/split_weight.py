@@ -32,9 +32,9 @@ __all__ = ["SplitWeight"]
 # Six products of parts have a relative error of up to 2^-23, and their sum in a tensor core a few
 # more; float32 accumulation has 2^-24 per term.
 LEAST_TERMS = 8
-# On an H200: measured over modelled time of the product, by the number of parts; what it takes
-# longer to store a result whose channels are not contiguous, and of that by element.
-PRODUCT_SCALE, STRIDED_S, STRIDED_ELEMENT_S = {2: 0.91, 3: 1.03}, 5e-6, 7e-12
+# On an H200: measured over modelled time of the product, and how much longer it takes to store an
+# element of a result whose channels are not contiguous.
+PRODUCT_SCALE, STRIDED_ELEMENT_S = 0.93, 8.5e-12
 NEEDS = Requirements((DType.FLOAT32,), hopper=True)
 
 
@@ -67,7 +67,7 @@ class SplitWeight:
         """See `Family.launches`. ``cut`` overrides the chosen partition."""
         work = of_pixels_read(work)
         read, parts = _of_parts(work), PARTS[work.precision]
-        split = float_parts(*_tensors(work), parts, f"{work.prefix}parts_", device)
+        split = float_parts(*_tensors(work), parts, f"{work.prefix}weight_parts_", device)
         product = self._product.launches(read, device, cut, parts=parts, unscale=split.unscale)
         first, *others = product.steps
         if isinstance(first, Launch):
@@ -78,7 +78,7 @@ class SplitWeight:
             steps=(*split.steps, first, *others),
             workspace=(*split.workspace, *product.workspace),
             expected_s=split.expected_s
-            + PRODUCT_SCALE[parts] * (product.expected_s or 0.0)
+            + PRODUCT_SCALE * (product.expected_s or 0.0)
             + _stored_s(work),
         )
 
@@ -90,12 +90,12 @@ def _stored_s(work: ConvWork) -> float:
     """Return the expected seconds by which strides of the result delay it."""
     if work.w.strides[2] == 1:
         return 0.0
-    return STRIDED_S + STRIDED_ELEMENT_S * work.taps * work.in_channels * work.out_channels
+    return STRIDED_ELEMENT_S * work.taps * work.in_channels * work.out_channels
 
 
 def _tensors(work: ConvWork) -> tuple[FloatTensor, FloatTensor]:
     """Return the operands to split."""
-    prefix = f"{work.prefix}parts_"
+    prefix = f"{work.prefix}weight_parts_"
     return (
         FloatTensor(work.x, work.batch, work.in_channels, work.input, f"{prefix}input"),
         FloatTensor(work.y, work.batch, work.out_channels, work.output, f"{prefix}grad_output"),
@@ -105,4 +105,4 @@ def _tensors(work: ConvWork) -> tuple[FloatTensor, FloatTensor]:
 def _of_parts(work: ConvWork) -> ConvWork:
     """Return the work on the first parts of the operands."""
     x, y = (tensor.part for tensor in _tensors(work))
-    return replace(work, dtype=DType.BFLOAT16, x=x, y=y, prefix=f"{work.prefix}parts_")
+    return replace(work, dtype=DType.BFLOAT16, x=x, y=y, prefix=f"{work.prefix}weight_parts_")

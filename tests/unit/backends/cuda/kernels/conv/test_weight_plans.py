@@ -62,7 +62,7 @@ def test_each_tensor_is_read_once(
 @pytest.mark.parametrize(
     ("channels", "size", "kernel", "batch", "precision", "split"),
     [
-        ((256, 256), 56, 3, 30, "high", True),
+        ((960, 320), 7, 3, 30, "high", True),
         ((256, 256), 56, 3, 64, "highest", True),
         ((960, 320), 7, 3, 32, "highest", True),
         ((64, 256), 56, 1, 64, "high", False),
