@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Mapping
 from functools import cache, lru_cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any
 
@@ -132,13 +133,8 @@ def _text(name: str) -> str:
 
 def _in_order(source: str) -> list[str]:
     """Return a source and its headers, in topological order: each after those that it includes."""
-    ordered: list[str] = []
-    for name in reversed(included(source)):
-        needed = [one for one in included(name)[1:] if one not in ordered]
-        ordered += [one for one in reversed(needed) if one not in ordered]
-        if name not in ordered:
-            ordered.append(name)
-    return ordered
+    files = included(source)
+    return list(TopologicalSorter({name: included(name)[1:] for name in files}).static_order())
 
 
 @lru_cache(maxsize=256)

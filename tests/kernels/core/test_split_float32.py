@@ -1,11 +1,13 @@
 """True float32 on tensor cores at both ends of its range: splitting factors loses no precision.
 
-Dense kernels split a factor into two TF32 numbers, those of first layers into three bfloat16.
+Dense kernels split a factor into two TF32 numbers, or it is split beforehand into three bfloat16;
+those of first layers split it into three bfloat16.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -14,6 +16,11 @@ import pytest
 from convgrad_service.backends.base import Backend
 from convgrad_service.backends.cuda.backend import CudaBackend
 from convgrad_service.backends.cuda.families import FAMILIES
+from convgrad_service.backends.cuda.kernels.conv.float_parts import PARTS
+from convgrad_service.backends.cuda.kernels.conv.hopper_gather import HopperGather
+from convgrad_service.backends.cuda.kernels.conv.hopper_weight import HopperWeight
+from convgrad_service.backends.cuda.kernels.conv.split_gather import SplitGather
+from convgrad_service.backends.cuda.kernels.conv.split_weight import SplitWeight
 from convgrad_service.plans.cuda.families import Families
 from tests.emulator.backend import EmulatedBackend, works_here
 from tests.support.kernels.cuda_backends import dense
@@ -50,9 +57,23 @@ CASES = [
 ]
 
 
+GATHER = (SplitGather(HopperGather(True, parts=PARTS["highest"])),)
+BY_PARTS = replace(
+    FAMILIES, fwd=GATHER, bwd_data=GATHER, bwd_weight=(SplitWeight(HopperWeight(1)),)
+)
+
+
 def families(case: Case) -> Families:
     """Return the kernel families that split this case's factors."""
     return FAMILIES if case.name.startswith("first") else dense()
+
+
+SPLIT = [pytest.param(case, families(case), id=case.id) for case in CASES]
+SPLIT += [
+    pytest.param(case, BY_PARTS, id=f"{case.id}-by_parts")
+    for case in CASES
+    if not case.name.startswith("first")
+]
 
 
 def factors(tensors: Arrays) -> list[np.ndarray]:
@@ -95,20 +116,25 @@ KINDS = (tiny, tiny_by_large, tiny_image, tiny_here_and_there, near_the_largest)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("swapped", [False, True], ids=["first", "second"])
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize(("case", "split"), SPLIT)
 def test_ends_of_the_range(
-    place: Place, seed: int, case: Case, kind: Callable[..., None], swapped: bool
+    place: Place,
+    seed: int,
+    case: Case,
+    split: Families,
+    kind: Callable[..., None],
+    swapped: bool,
 ) -> None:
     rng = rng_for(seed, case.id, kind.__name__)
     tensors = draw(case, rng, DTYPES["float32"], normals)
     a, b = factors(tensors)[::-1] if swapped else factors(tensors)
     kind(a, b, rng)
     wanted = expected(case.operation, tensors, case.params)
-    found = answers(place(families=families(case)), case, tensors, "NHWC")
+    found = answers(place(families=split), case, tensors, "NHWC")
     check(found, wanted, "bounded", f"seed {seed}, {case.id}")
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_nonfinite(place: Place, seed: int, case: Case) -> None:
-    check_rule(place(families=families(case)), seed, case, "float32", "NHWC")
+@pytest.mark.parametrize(("case", "split"), SPLIT)
+def test_nonfinite(place: Place, seed: int, case: Case, split: Families) -> None:
+    check_rule(place(families=split), seed, case, "float32", "NHWC")

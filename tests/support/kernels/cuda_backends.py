@@ -16,9 +16,9 @@ from typing import Any
 from convgrad_service.backends.base import Backend
 from convgrad_service.backends.cuda.backend import CudaBackend
 from convgrad_service.backends.cuda.families import FAMILIES
-from convgrad_service.backends.cuda.kernels.conv.bf16x3_weight import Bf16x3Weight
 from convgrad_service.backends.cuda.kernels.conv.dense_gather import DenseGather
 from convgrad_service.backends.cuda.kernels.conv.dense_weight import DenseWeight
+from convgrad_service.backends.cuda.kernels.conv.float_parts import PARTS
 from convgrad_service.backends.cuda.kernels.conv.hopper_gather import HopperGather
 from convgrad_service.backends.cuda.kernels.conv.hopper_gather_plan import Schedule
 from convgrad_service.backends.cuda.kernels.conv.hopper_halo import HopperHalo
@@ -29,6 +29,8 @@ from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm import Pointwise
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_tiles import (
     Config as PointwiseConfig,
 )
+from convgrad_service.backends.cuda.kernels.conv.split_gather import SplitGather
+from convgrad_service.backends.cuda.kernels.conv.split_weight import SplitWeight
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_pairs import DepthwisePairs
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight import DepthwiseWeight
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_direct import (
@@ -96,12 +98,17 @@ def dense() -> Families:
 def hopper(schedule: Schedule | None = None) -> Families:
     """Hopper's kernels for every convolution that they can compute, however few channels it has;
     the general ones for the others. ``schedule`` in place of the plan's own."""
+    gathers = [
+        HopperGather(True, schedule),
+        SplitGather(HopperGather(True, parts=PARTS["highest"])),
+        GatherDirect(),
+    ]
     return replace(
         FAMILIES,
-        fwd=[HopperGather(True, schedule), GatherDirect()],
-        bwd_data=[HopperGather(True, schedule), GatherDirect()],
+        fwd=gathers,
+        bwd_data=gathers,
         bwd_weight=[
-            Bf16x3Weight(HopperWeight(1), everywhere=True),
+            SplitWeight(HopperWeight(1)),
             HopperWeight(1),
             WeightDirect(),
         ],

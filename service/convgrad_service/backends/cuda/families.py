@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.conv.batch_last_weight import BatchLastWeight
-from convgrad_service.backends.cuda.kernels.conv.bf16x3_weight import Bf16x3Weight
 from convgrad_service.backends.cuda.kernels.conv.channel_sums import ChannelSumsKernel
 from convgrad_service.backends.cuda.kernels.conv.col2im import Col2im
 from convgrad_service.backends.cuda.kernels.conv.dense_gather import DenseGather
@@ -27,6 +26,8 @@ from convgrad_service.backends.cuda.kernels.conv.implicit_gemm import ImplicitGe
 from convgrad_service.backends.cuda.kernels.conv.padded_result import PaddedResult
 from convgrad_service.backends.cuda.kernels.conv.patch_products import PatchProducts
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm import PointwiseGemm
+from convgrad_service.backends.cuda.kernels.conv.split_gather import SplitGather
+from convgrad_service.backends.cuda.kernels.conv.split_weight import SplitWeight
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_direct import DepthwiseDirect
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_pairs import DepthwisePairs
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight import DepthwiseWeight
@@ -92,8 +93,13 @@ OVERHEADS = {
     "hopper_weight_single": Overhead(0.0),
     "dense_gather": Overhead(4.7e-6, 1.09, 4.9e-6),
     "dense_weight": Overhead(8.0e-6, 0.91, 3e-6),
-    "bf16x3_weight": Overhead(0.0),
+    "dense_weight_through_channels_last": Overhead(8.0e-6, 0.91, 3e-6),
+    "split_gather": Overhead(0.0),
+    "split_gather_through_channels_last": Overhead(0.0),
+    "split_weight": Overhead(0.0),
+    "split_weight_through_channels_last": Overhead(7e-6),
     "batch_last_weight": Overhead(0.0),
+    "batch_last_weight_through_channels_last": Overhead(4e-6),
 }
 # Of each copy between layouts, besides its bytes; in 20 depthwise layers on an H200.
 COPY_S = 3.2e-6
@@ -187,13 +193,13 @@ DENSE_CONV = (
 DENSE_CONV_WEIGHT = (
     ResultThroughChannelsLast(HopperWeight(), COPIES),
     HopperWeight(),
-    _fastest(
-        (ResultThroughChannelsLast(BatchLastWeight(), COPIES), BatchLastWeight()),
-        (ResultThroughChannelsLast(Bf16x3Weight(), COPIES), Bf16x3Weight()),
-    ),
+    ResultThroughChannelsLast(BatchLastWeight(), COPIES),
+    BatchLastWeight(),
     ResultThroughChannelsLast(DenseWeight(), COPIES),
     DenseWeight(),
 )
+SPLIT_GATHER = ResultThroughChannelsLast(SplitGather(), COPIES, timed=True), SplitGather()
+SPLIT_WEIGHT = ResultThroughChannelsLast(SplitWeight(), COPIES), SplitWeight()
 # Small layers, and those that no family above takes. On an H200, 53 gradients of 81 random ones in
 # TF32 are expected to be faster with these; they take 0.12 to 1.21 of the others' time (geometric
 # mean 0.82). 14 layers that only fallback kernels take otherwise take 0.28 to 1.02 of their time; 7
@@ -209,12 +215,16 @@ WHOLE_CHUNKS = (
     Tuned((PointwiseGemm(), IMPLICIT_GEMM, HopperGather(), HopperHalo())),
     PLANES_GEMM,
     SHORT_GEMM,
-    FastestExpected(DENSE_CONV, (HopperGather(direct=True),), GEMMS, overheads=OVERHEADS),
+    FastestExpected(
+        DENSE_CONV, (HopperGather(direct=True),), SPLIT_GATHER, GEMMS, overheads=OVERHEADS
+    ),
 )
 WHOLE_CHUNKS_WEIGHT = (
     Tuned((PointwiseGemm(), IMPLICIT_GEMM, HopperWeight(), HopperWeightSingle(), DenseWeight())),
     SHORT_GEMM,
-    FastestExpected(DENSE_CONV_WEIGHT, (HopperWeightSingle(),), GEMMS, overheads=OVERHEADS),
+    FastestExpected(
+        DENSE_CONV_WEIGHT, (HopperWeightSingle(),), SPLIT_WEIGHT, GEMMS, overheads=OVERHEADS
+    ),
 )
 DENSE = (PaddedResult(WHOLE_CHUNKS, COPIES), *WHOLE_CHUNKS)
 DENSE_WEIGHT = (PaddedResult(WHOLE_CHUNKS_WEIGHT, COPIES), *WHOLE_CHUNKS_WEIGHT)

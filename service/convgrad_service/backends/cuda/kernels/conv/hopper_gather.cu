@@ -17,6 +17,8 @@
 //   16-bit types).
 //   With TAPS > 1 (PINGPONG), a k-tile is a chunk of channels of all taps of a kernel row, which share its pixels, as
 //   in hopper_gather_single.cuh.
+// Parts: with PARTS 3, both operands are three bfloat16 tensors each, float32's parts (hopper_gather_parts.cuh),
+//   one after another along images and along the weight's outermost dimension. A stage holds one part of a k-tile.
 // Cluster: SHARING blocks with different pixels share weights by multicast.
 // Shared memory (dynamic): 1,024 bytes of alignment; STAGES stages of BM rows of 128 bytes (TAPS > 1: up to
 //   eight more) and of the weights' 64-row boxes; 8 KB of staging per consumer warpgroup; mbarriers: full and
@@ -25,9 +27,10 @@
 // Determinism: one order of additions per result, whatever the tile shape.
 // Limits: pixels of a phase and tiles below 2^31; 64-bit offsets. PINGPONG addresses results in 32-bit counts
 //   of 16 bytes: below 64 GiB (hopper_gather_plan.py: may_alternate).
-#include "conv/hopper_gather_copies.cuh"
+#include "conv/hopper_gather_parts.cuh"
 #include "conv/hopper_gather_pingpong.cuh"
 #include "conv/hopper_gather_planes.cuh"
+#include "conv/hopper_gather_products.cuh"
 #include "conv/hopper_gather_single.cuh"
 #include "core/opaque.cuh"
 
@@ -37,75 +40,45 @@ using namespace convgrad;
 
 namespace {
 
-constexpr Major kWeights = ACROSS ? kMajorMn : kMajorK;
 constexpr int kArgumentWords = (sizeof(HopperGatherArgs) - sizeof(TensorMap) * (MAPS + 1)) / 4 - 1;
 
 // Whether there is code for a bias and an activation of plain results, as registers allow it. It costs ping-pong
 // warpgroups nothing, which overlap it; others have instances with and without (EPILOGUE).
 constexpr bool kFinishes = PINGPONG ? sizeof(T) == 2 && MAPS == 1 && kMmasM * kFragmentsN * 4 <= 160 : EPILOGUE;
 
-template <int kValue>
-struct Count {
-  enum : int { value = kValue };
-};
-
-// Calls run(Count<kMmas>, end) for ranges of a tile's k-tiles, each from where the one before ended: first for
-// whole chunks of channels, then for the last chunk, whose k-tiles need fewer wgmmas along K as zeros follow.
-// A loop for each number, because ptxas serializes wgmmas that it cannot prove to run unconditionally.
-template <class Run>
-__device__ __forceinline__ void for_k_tiles(const HopperGatherArgs& args, int steps, Run run) {
-  static_assert(kMmasK == 4, "a case for each number");
-  const int chunks = (args.in_channels - 1) / kTileK + 1, last = (args.in_channels - 1) % kTileK / kMmaK + 1;
-  run(Count<kMmasK>{}, last == kMmasK ? steps : steps - steps / chunks);
-  if (last == 1) run(Count<1>{}, steps);
-  if (last == 2) run(Count<2>{}, steps);
-  if (last == 3) run(Count<3>{}, steps);
-}
-
-// Issues the first kMmas wgmmas along K of one k-tile, of one tap.
-template <int kMmas>
-__device__ __forceinline__ void issue_k_tile(float (&accum)[kMmasM][kFragmentsN][4], u32 rows,
-                                              u32 weights, int add) {
-  auto one = [&](int i, int adds) {
-    const u64 b =
-        ACROSS ? advance_descriptor(mn_major_descriptor<128>(weights, kBoxBytes), i * kMmaK * kRowBytes)
-               : advance_descriptor(k_major_descriptor<128>(weights), i * 32);
+#if PARTS > 1
+// Mainloop over products of parts. None is in flight on return, which -1 stands for.
+__device__ __forceinline__ int mainloop(const HopperGatherArgs& args, const SharedLayout& smem,
+                                        PipelineState& state, int steps, int first_row, Sums& sum) {
+  clear(sum);
+  int i = 0;
+  for_k_tiles(args, steps, [&](auto mmas, int end) {
+#pragma unroll 1
+    for (; i < end; ++i) {
+      int stages[PARTS];
 #pragma unroll
-    for (int part = 0; part < kMmasM; ++part) {
-      const u64 a = advance_descriptor(k_major_descriptor<128>(rows + part * 64 * kRowBytes), i * 32);
-      wgmma<T, kMajorK, kWeights>(accum[part], a, b, adds);
+      for (int part = PARTS - 1; part >= 0; --part) {
+        mbarrier_wait(smem.full_barrier(state.index), state.parity);
+        stages[part] = state.index;
+        state.advance(STAGES);
+      }
+      multiply_parts(
+          [&](Sums& accum, int of_a, int of_b, int add) {
+            const u32 rows = smem.stage(stages[of_a]) + first_row * kRowBytes;
+            issue_k_tile<decltype(mmas)::value>(accum, rows, smem.stage(stages[of_b]) + kABytes, add);
+          },
+          [&](int part) { release_stage(smem, stages[part]); }, sum);
     }
-  };
-#pragma unroll
-  for (int i = 0; i < kMmas; ++i) one(i, i > 0 ? 1 : add);
+  });
+  return -1;
 }
-
-// Each warp signals that its warpgroup's wgmmas have read a stage.
-__device__ __forceinline__ void release_stage(const SharedLayout& smem, int stage) {
-  const int lane = threadIdx.x & 31;
-  if constexpr (SHARING > 1) {
-    if (lane < SHARING) mbarrier_arrive_cluster(smem.empty_barrier(stage), lane);
-  } else {
-    if (lane == 0) mbarrier_arrive(smem.empty_barrier(stage));
-  }
-}
-
-__device__ __forceinline__ void clear(float (&accum)[kMmasM][kFragmentsN][4]) {
-#pragma unroll
-  for (int part = 0; part < kMmasM; ++part) {
-#pragma unroll
-    for (int j = 0; j < kFragmentsN; ++j) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) accum[part][j][e] = 0.0f;
-    }
-  }
-}
+#endif
 
 #if !PINGPONG
-// Mainloop; the last k-tile's wgmmas are still in flight on return. Returns their stage.
+#if PARTS == 1
+// Mainloop; the last k-tile's wgmmas are still in flight on return. Returns their stage, -1 if there are none.
 __device__ __forceinline__ int mainloop(const HopperGatherArgs& args, const SharedLayout& smem,
-                                        PipelineState& state, int steps, int first_row,
-                                        float (&accum)[kMmasM][kFragmentsN][4]) {
+                                        PipelineState& state, int steps, int first_row, Sums& accum) {
   if (steps == 0) clear(accum);
   int previous = 0;  // the stage whose products are under way
   int i = 0;
@@ -123,8 +96,9 @@ __device__ __forceinline__ int mainloop(const HopperGatherArgs& args, const Shar
       state.advance(STAGES);
     }
   });
-  return previous;
+  return steps > 0 ? previous : -1;
 }
+#endif
 
 // Cooperative consumers: all warpgroups work on each tile, each on its rows.
 __device__ __forceinline__ void consume(const HopperGatherArgs& args, const SharedLayout& smem) {
@@ -142,14 +116,11 @@ __device__ __forceinline__ void consume(const HopperGatherArgs& args, const Shar
     if (lane == 0) mbarrier_arrive(smem.tile_empty_barrier(queue_state.index));
     queue_state.advance(kTileQueue);
     if (steps < 0) break;
-    float accum[kMmasM][kFragmentsN][4];
+    Sums accum;
     const int last = mainloop(args, smem, state, steps, warpgroup * kWarpgroupRows, accum);
     // Result addresses are computed while the last wgmmas run.
-    const Results<T, kMmasM, kFragmentsN> results(args, tile, smem.staging + warpgroup * kStagingBytes);
-    wgmma_wait<0>();
-#pragma unroll
-    for (int part = 0; part < kMmasM; ++part) fence_accumulators(accum[part]);
-    if (steps > 0) release_stage(smem, last);
+    const Results<RESULT, kMmasM, kFragmentsN> results(args, tile, smem.staging + warpgroup * kStagingBytes);
+    end_mainloop(smem, last, accum);
     if constexpr (PLANES) {
       store_planes(results, accum, 8 + warpgroup);
     } else {
@@ -160,10 +131,10 @@ __device__ __forceinline__ void consume(const HopperGatherArgs& args, const Shar
 
 #else
 // Mainloop that lets the other warpgroup start its own once the last k-tile's wgmmas are issued; they are
-// still in flight on return. Returns their stage.
+// still in flight on return. Returns their stage, -1 if there are none.
 __device__ __forceinline__ int ordered_mainloop(const HopperGatherArgs& args, const SharedLayout& smem,
                                                 PipelineState& state, int steps, u32 next_order_barrier,
-                                                float (&accum)[kMmasM][kFragmentsN][4]) {
+                                                Sums& accum) {
   const int lane = threadIdx.x & 31;
   // With TAPS > 1, the pixel of a stage with which the first tap of a row starts, and the distance to the next's.
   const int first_shift = args.phase[0].axis[2].x0 - args.phase[0].axis[2].low, shift = args.x_tap[2];
@@ -174,8 +145,7 @@ __device__ __forceinline__ int ordered_mainloop(const HopperGatherArgs& args, co
     if constexpr (mmas.value < kMmasK) {
       // Cleared accumulators may reach this loop: without a wait, ptxas would serialize all wgmmas.
       wgmma_wait<0>();
-#pragma unroll
-      for (int part = 0; part < kMmasM; ++part) fence_accumulators(accum[part]);
+      fence_sums(accum);
     }
 #pragma unroll 1
     for (; i < end; ++i) {
@@ -194,7 +164,7 @@ __device__ __forceinline__ int ordered_mainloop(const HopperGatherArgs& args, co
       state.advance(STAGES);
     }
   });
-  return previous;
+  return steps > 0 ? previous : -1;
 }
 
 // Ping-pong consumers: two warpgroups take alternate tiles, and one's epilogue overlaps the other's mainloop,
@@ -228,7 +198,7 @@ __device__ __forceinline__ void consume(const HopperGatherArgs& args, const Shar
   while (steps >= 0) {
     // Cleared while the other warpgroup runs its mainloop: a first wgmma with scale_d = 0 would keep the
     // accumulators' registers alive from one tile to the next.
-    float accum[kMmasM][kFragmentsN][4];
+    Sums accum;
     clear(accum);
     mbarrier_wait(smem.order_barrier(warpgroup), ((count_taken - 1) / 2 & 1) ^ 1 ^ warpgroup);
     const int last = ordered_mainloop(args, smem, state, steps, smem.order_barrier(warpgroup ^ 1), accum);
@@ -236,10 +206,7 @@ __device__ __forceinline__ void consume(const HopperGatherArgs& args, const Shar
     const PartRows<T, kMmasM> rows(args, tile);
     GatherTile next;
     const int next_steps = skip_and_take(next);
-    wgmma_wait<0>();
-#pragma unroll
-    for (int part = 0; part < kMmasM; ++part) fence_accumulators(accum[part]);
-    if (steps > 0) release_stage(smem, last);
+    end_mainloop(smem, last, accum);
     const u32 staging = smem.staging + warpgroup * kStagingBytes;
     if (kFinishes && args.plain == 2) {
       store_parts<true, T>(args, tile, rows, staging, accum);

@@ -23,6 +23,14 @@
 #ifndef TAPS
 #define TAPS 1
 #endif
+// The bfloat16 parts that float32 operands are the sums of, of weight 1, 2^-8 and 2^-16 (conv/float_parts.cu).
+#ifndef PARTS
+#define PARTS 1
+#endif
+// The type of results.
+#ifndef RESULT
+#define RESULT ELEMENT
+#endif
 
 namespace convgrad {
 
@@ -72,6 +80,7 @@ struct HopperGatherArgs {
   int x_tap[3];
   int y_step[3];
   int r_step[3];
+  int images;  // of each of several parts of the source, which follow one another
   GatherPhase phase[MAPS];
 };
 

@@ -35,7 +35,6 @@ from convgrad_service.backends.cuda.kernels.conv.hopper_gather_plan import (
 )
 from convgrad_service.backends.cuda.kernels.conv.hopper_gather_tiles import (
     ROW_BYTES,
-    TILES,
     HopperTile,
     tiles_of,
 )
@@ -79,7 +78,12 @@ class HopperGather:
     name = "hopper_gather"
 
     def __init__(
-        self, everything: bool = False, schedule: Schedule | None = None, *, direct: bool = False
+        self,
+        everything: bool = False,
+        schedule: Schedule | None = None,
+        *,
+        direct: bool = False,
+        parts: int = 1,
     ) -> None:
         """Create the family.
 
@@ -92,10 +96,14 @@ class HopperGather:
         direct
             Take only operands and results that are channels last, so that the expected time is that
             of one launch.
+        parts
+            The parts that operands consist of (float_parts.cu), one after another; the result is
+            float32.
         """
         self._everything = everything
         self._schedule = schedule
         self._direct = direct
+        self._parts = parts
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
         if (reason := NEEDS.why_not(work, device)) is not None:
@@ -118,30 +126,28 @@ class HopperGather:
             return f"more than {MAX_TAPS} taps along one dimension"
         if work.batch * max(prod(work.input), prod(work.output)) > MAX_PIXELS:
             return f"the pixels are more than {MAX_PIXELS}"
-        sides = sides_of(work, device)
+        sides = sides_of(work, device, self._parts)
         if self._direct and (sides.steps or work.result.strides[2] != 1):
             return "operands are not channels last, in whole chunks"
-        return sides.why_not(axes, TILES[0])
+        return sides.why_not(axes, tiles_of(work.dtype, self._parts)[0])
 
     def launches(
         self, work: ConvWork, device: CudaDevice, schedule: Schedule | None = None
     ) -> Fragment:
         """See `Family.launches`. ``schedule`` overrides the chosen schedule."""
         axes = [gather_axis(work, dim) for dim in range(3)]
-        sides = sides_of(work, device)
+        sides = sides_of(work, device, self._parts)
         schedule = schedule or self._schedule
         time_s, chosen = None, schedule
         if schedule is None:
-            time_s, schedule = choose_schedule(work, axes, device)
+            time_s, schedule = choose_schedule(work, axes, device, self._parts)
             chosen = schedule
-        if not may_start_with_images(work, axes):
-            schedule = replace(schedule, images_first=False)
-        planes = stores_planes(work)
-        if planes:
+        if stores_planes(work) or self._parts > 1 or not may_start_with_images(work, axes):
             schedule = replace(schedule, images_first=False)
         if not possible(work, axes, device, schedule):
-            schedule = replace(schedule, tile=TILES[0])
+            schedule = replace(schedule, tile=tiles_of(work.dtype, self._parts)[0])
         tile = schedule.tile
+        planes = stores_planes(work) and tile.has_planes
         steps = [_launch(work, axes, phases, sides, schedule, device) for phases in launched(axes)]
         steps[0] = replace(steps[0], overlaps=bool(sides.steps) or work.follows)
         if time_s is None or schedule != chosen:
@@ -156,9 +162,13 @@ class HopperGather:
 
     def tuned(self, config: str, work: ConvWork, device: CudaDevice) -> HopperGather | None:
         axes = [gather_axis(work, dim) for dim in range(3)]
-        every = candidates(work, axes, device)
+        every = candidates(work, axes, device, self._parts)
         found = next((one for one in every if str(one) == config), None)
-        return None if found is None else HopperGather(everything=True, schedule=found)
+        return (
+            None
+            if found is None
+            else HopperGather(everything=True, schedule=found, parts=self._parts)
+        )
 
     def instances(self) -> Iterable[Instance]:
         return [
@@ -171,8 +181,8 @@ class HopperGather:
                 planes=store == "planes",
                 finished=store == "finished",
             )
-            for dtype in DTYPES
-            for tile in tiles_of(dtype)
+            for dtype in (DTYPES if self._parts == 1 else (DType.BFLOAT16,))
+            for tile in tiles_of(dtype, self._parts)
             for across in ((False, True) if dtype.itemsize == 2 else (False,))
             for store in _stores(tile, dtype)
             for maps in _maps_of(tile, dtype, store, across=across)
@@ -188,7 +198,7 @@ def _launch(
     device: CudaDevice,
 ) -> Launch:
     """Return the launch that computes some phases."""
-    tile, planes = schedule.tile, stores_planes(work)
+    tile, planes = schedule.tile, stores_planes(work) and schedule.tile.has_planes
     stages = tile.stages(device)
     finished = finishes_rows(work, axes) and tile.has_epilogue
     store = "planes" if planes else "finished" if finished and tile.has_planes else "rows"
@@ -206,7 +216,7 @@ def _launch(
     args.plain = (1 if work.epilogue_free else 2 * finished) if args.wide_stores else 0
     if planes:
         args.wide_stores = pixels_beside(work)
-    args.images_first = schedule.images_first
+    args.images_first, args.images = schedule.images_first, work.batch
     args.dims = work.conv.ndim + 2
     args.rounds = schedule.rounds
     args.channel_tiles = ceil_div(written, tile.n)
@@ -276,7 +286,7 @@ def _stores(tile: HopperTile, dtype: DType) -> tuple[str, ...]:
     """Return how instances of a tile store results."""
     if not tile.has_planes:
         return ("rows",)
-    finishes = tile.has_epilogue and dtype.itemsize == 2
+    finishes = tile.has_epilogue and dtype.itemsize == 2 and tile.parts == 1
     return ("rows", "planes", "finished") if finishes else ("rows", "planes")
 
 

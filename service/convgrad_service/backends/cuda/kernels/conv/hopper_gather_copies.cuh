@@ -36,6 +36,7 @@ static_assert(kWarpgroupRows % 64 == 0 && kWarpgroupRows * kWarpgroupsPerTile ==
               "whole products for each");
 static_assert(!PINGPONG || CONSUMERS == 2, "two take turns");
 static_assert(TAPS == 1 || (PINGPONG && SHARING == 1), "the results of a row of taps");
+static_assert(PARTS == 1 || (!PINGPONG && STAGES > PARTS), "a k-tile's parts at once");
 static_assert(BN % 32 == 0 && (ACROSS || kLoadedChannels % 8 == 0), "whole boxes for each");
 
 // Entries of the tile queue.
@@ -113,8 +114,8 @@ __device__ __forceinline__ void schedule_tiles(const HopperGatherArgs& args, con
   enqueue(queued);
 }
 
-// Calls load(channel, t, r, s) for each k-tile of this block: chunks of channels (outer) and taps that are not
-// skipped (inner).
+// Calls load(channel, t, r, s, part) for each k-tile of this block: chunks of channels (outer) and taps that are not
+// skipped (inner). Parts of one follow one another, the smallest first.
 template <class Copy>
 __device__ __forceinline__ void for_each_step(const QueuedTile& tile, int channels, const Copy& copy) {
 #pragma unroll 1
@@ -125,7 +126,8 @@ __device__ __forceinline__ void for_each_step(const QueuedTile& tile, int channe
       for (int r = next_bit(tile.taps[1], -1); r < 32; r = next_bit(tile.taps[1], r)) {
 #pragma unroll 1
         for (int s = next_bit(tile.taps[2], -1); s < 32; s = next_bit(tile.taps[2], s)) {
-          copy(channel, t, r, s);
+#pragma unroll
+          for (int part = PARTS - 1; part >= 0; --part) copy(channel, t, r, s, part);
         }
       }
     }
@@ -147,17 +149,18 @@ __device__ __forceinline__ void load_pixels(const HopperGatherArgs& args, const 
     if (tile.steps < 0) return;
     const GatherPhase& phase = phase_of(args, tile.phase);
     const TensorMap& map = args.source[MAPS == 1 ? 0 : tile.phase];
-    const int d = tile.at[0], h = tile.at[1], w = tile.at[2], n = tile.image;
+    const int d = tile.at[0], h = tile.at[1], w = tile.at[2], first_image = tile.image;
     int base_offset[3];
 #pragma unroll
     for (int axis = 0; axis < 3; ++axis) base_offset[axis] = phase.axis[axis].x0 - phase.axis[axis].low;
     if (TAPS > 1) base_offset[2] = 0;
-    for_each_step(tile, channels, [&](int channel, int t, int r, int s) {
+    for_each_step(tile, channels, [&](int channel, int t, int r, int s, int part) {
       mbarrier_wait(smem.empty_barrier(state.index), state.parity);
       const u32 barrier = smem.full_barrier(state.index), to = smem.stage(state.index);
       mbarrier_arrive_expect_tx(barrier, TAPS > 1 ? args.a_bytes : kABytes);
       const int dd = base_offset[0] + t * x_tap[0], dh = base_offset[1] + r * x_tap[1],
                 dw = base_offset[2] + s * x_tap[2];
+      const int n = first_image + (PARTS > 1 ? part * args.images : 0);
       // The slowest dimension has no im2col offset: its displacement is added to the coordinate.
       switch (mode) {
         case 3: tma_load_im2col<3>(to, map, barrier, {channel, w, n}, {dw}); break;
@@ -187,7 +190,7 @@ __device__ __forceinline__ void load_weights(const HopperGatherArgs& args, const
     if (tile.steps < 0) return;
     const GatherPhase& phase = phase_of(args, tile.phase);
     const int r0[3] = {phase.axis[0].r0, phase.axis[1].r0, phase.axis[2].r0};
-    for_each_step(tile, channels, [&](int channel, int j0, int j1, int j2) {
+    for_each_step(tile, channels, [&](int channel, int j0, int j1, int j2, int part) {
       mbarrier_wait(smem.empty_barrier(state.index), state.parity);
       const u32 barrier = smem.full_barrier(state.index), to = smem.stage(state.index) + kABytes;
       mbarrier_arrive_expect_tx(barrier, kWeightBytes);
@@ -209,11 +212,12 @@ __device__ __forceinline__ void load_weights(const HopperGatherArgs& args, const
             const int box = kWholeBoxes ? smem.row * kLoadedBoxes + i : i;
             const int own = kWholeBoxes ? 0 : smem.row * kLoadedK;
             load(at + box * kBoxBytes + own * kRowBytes,
-                 {tile.first_channel + box * kBoxColumns, s, r, t, channel + own});
+                 {tile.first_channel + box * kBoxColumns, s, r, t, part * channels + channel + own});
           }
         } else {
           const int own = smem.row * kLoadedChannels;
-          load(at + own * kRowBytes, {channel, s, r, t, tile.first_channel + own});
+          load(at + own * kRowBytes,
+               {channel, s, r, t, part * args.out_channels + tile.first_channel + own});
         }
       }
       state.advance(STAGES);

@@ -60,6 +60,7 @@ class Sides:
     result: Operand
     steps: tuple[Step, ...]
     workspace: tuple[Workspace, ...]
+    parts: int = 1
 
     @property
     def across(self) -> bool:
@@ -87,7 +88,7 @@ class Sides:
             if not all(each.taps for each in phase):
                 low = high = 0  # a phase without taps reads nothing
             dims.append((axis.x_size, x.strides[3 + dim] * item, axis.x_step, low, high))
-        images = (self.work.batch, x.strides[0] * item, 1, 0, 0)
+        images = (self.parts * self.work.batch, x.strides[0] * item, 1, 0, 0)
         dims = [images, *dims] if images_first else [*dims, images]
         return Im2colMap(
             x.dtype,
@@ -113,7 +114,7 @@ class Sides:
         if _turned(work):
             channels, others, step = work.out_channels, work.in_channels, c
         row = _row_bytes(self.w, channels)
-        sizes = *reversed(work.kernel), others
+        sizes = *reversed(work.kernel), self.parts * others
         strides = *reversed(kernel), step
         depth = ROW_BYTES // item
         return TiledMap(
@@ -146,8 +147,11 @@ def _turned(work: ConvWork) -> bool:
     return work.direction == "bwd_data" and work.dtype is DType.FLOAT32
 
 
-def sides_of(work: ConvWork, device: CudaDevice) -> Sides:
-    """Return the operands in channels-last layout, in whole chunks."""
+def sides_of(work: ConvWork, device: CudaDevice, parts: int = 1) -> Sides:
+    """Return the operands in channels-last layout, in whole chunks; of operands in ``parts``, which
+    are channels last, those of the first part."""
+    if parts > 1:
+        return Sides(work, work.sides[0], work.w, work.result, (), (), parts)
     x = prepare_side(work, "source", device)
     w = prepare_weight(work, device, out_channels_last=_turned(work), whole_lines=work.follows)
     return Sides(

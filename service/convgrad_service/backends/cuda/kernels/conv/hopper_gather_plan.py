@@ -103,13 +103,13 @@ def possible(work: ConvWork, axes: Sequence[Axis], device: CudaDevice, schedule:
         shared = len(phases) == 1 and adjacent and along.taps == tile.taps
         if not shared or schedule.images_first or tile.halo(axes[2], along) > MOST_HALO:
             return False
-    if stores_planes(work) and not tile.has_planes:
+    if stores_planes(work) and not (tile.has_planes or tile.parts > 1):
         return False
     if tile.pingpong:
         return may_pingpong(work, axes) and (work.epilogue_free or tile.has_epilogue)
     if not tile.single:
         return True
-    if is_product(work):
+    if is_product(work) and tile.parts == 1:
         return False
     if max(prod(along.taps for along in phase) for phase in phases) > MOST_LISTED:
         return False
@@ -237,7 +237,9 @@ def skips_taps(work: ConvWork, axes: Sequence[Axis], tile: HopperTile, images_fi
     return bool(np.any(taps < every))
 
 
-def candidates(work: ConvWork, axes: Sequence[Axis], device: CudaDevice) -> Iterator[Schedule]:
+def candidates(
+    work: ConvWork, axes: Sequence[Axis], device: CudaDevice, parts: int = 1
+) -> Iterator[Schedule]:
     read, written = work.channels
     source = work.batch * read * work.dtype.itemsize * prod(axis.x_size for axis in axes)
     phases = combined(axes)
@@ -251,7 +253,9 @@ def candidates(work: ConvWork, axes: Sequence[Axis], device: CudaDevice) -> Iter
     by_image = (
         pads and not stores_planes(work) and work.batch >= 4 and may_start_with_images(work, axes)
     )
-    for tile in tiles_of(work.dtype):
+    if parts > 1:
+        by_image = False  # parts follow one another as images
+    for tile in tiles_of(work.dtype, parts):
         if tile.n - written >= 64 and tile.n > 64:
             continue
         if not possible(work, axes, device, Schedule(tile)):

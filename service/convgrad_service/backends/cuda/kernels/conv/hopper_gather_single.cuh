@@ -19,6 +19,7 @@
 //   each number of blocks and TAPS.
 #pragma once
 
+#include "conv/hopper_gather_parts.cuh"
 #include "conv/hopper_gather_single_copies.cuh"
 #include "core/opaque.cuh"
 
@@ -26,12 +27,57 @@
 namespace convgrad {
 namespace {
 
+__device__ __forceinline__ void clear(Accumulators& accum) {
+#pragma unroll
+  for (int i = 0; i < kMmasM; ++i) {
+#pragma unroll
+    for (int j = 0; j < kFragmentsN; ++j) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) accum[i][j][e] = 0.0f;
+    }
+  }
+}
+
+// Issues a k-tile's wgmmas, of one tap; `rows` are this warpgroup's.
+__device__ __forceinline__ void issue_k_tile(Accumulators& accum, u32 rows, u32 weights, int add) {
+#pragma unroll
+  for (int i = 0; i < kMmasK; ++i) {
+    const u64 b = ACROSS ? advance_descriptor(mn_major_descriptor<128>(weights, kBoxBytes), i * kMmaK * kRowBytes)
+                         : advance_descriptor(k_major_descriptor<128>(weights), i * 32);
+#pragma unroll
+    for (int part = 0; part < kMmasM; ++part) {
+      const u64 a = advance_descriptor(k_major_descriptor<128>(rows + part * 64 * kRowBytes), i * 32);
+      wgmma<T, kMajorK, kWeights>(accum[part], a, b, i > 0 || add);
+    }
+  }
+}
+
 // This warpgroup's accumulators over `steps` k-tiles, whose taps of a row start at pixel `first_shift`, + `shift`.
 __device__ __forceinline__ void mainloop(const SharedLayout& smem, int steps, int first_shift, int shift,
                                          Accumulators& accum) {
   const int first_row = CONSUMERS == 1 ? 0 : static_cast<int>(threadIdx.x / 128) * kWarpgroupRows;
   const int lane = threadIdx.x & 31;
   PipelineState state;
+#if PARTS > 1
+#pragma unroll 1
+  for (int step = 0; step < steps; ++step) {
+    int stages[PARTS];
+#pragma unroll
+    for (int part = PARTS - 1; part >= 0; --part) {
+      mbarrier_wait(smem.full_barrier(state.index), state.parity);
+      stages[part] = state.index;
+      state.advance(smem.stages);
+    }
+    multiply_parts(
+        [&](Accumulators& to, int of_a, int of_b, int add) {
+          issue_k_tile(to, smem.stage(stages[of_a]) + first_row * kRowBytes, smem.stage(stages[of_b]) + kABytes, add);
+        },
+        [&](int part) {
+          if (lane == 0) mbarrier_arrive(smem.empty_barrier(stages[part]));
+        },
+        accum);
+  }
+#else
   int previous = -1;  // the stage that wgmmas in flight read
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
@@ -41,16 +87,7 @@ __device__ __forceinline__ void mainloop(const SharedLayout& smem, int steps, in
 #pragma unroll
     for (int tap = 0; tap < TAPS; ++tap) {
       const u32 at = TAPS > 1 ? rows + (first_shift + tap * shift) * kRowBytes : rows, to = weights + tap * kBBytes;
-#pragma unroll
-      for (int i = 0; i < kMmasK; ++i) {
-        const u64 b = ACROSS ? advance_descriptor(mn_major_descriptor<128>(to, kBoxBytes), i * kMmaK * kRowBytes)
-                             : advance_descriptor(k_major_descriptor<128>(to), i * 32);
-#pragma unroll
-        for (int part = 0; part < kMmasM; ++part) {
-          const u64 a = advance_descriptor(k_major_descriptor<128>(at + part * 64 * kRowBytes), i * 32);
-          wgmma<T, kMajorK, kWeights>(accum[part], a, b, i > 0 || tap > 0 || step > 0);
-        }
-      }
+      issue_k_tile(accum, at, to, tap > 0 || step > 0);
     }
     wgmma_commit();
     wgmma_wait<1>();
@@ -61,10 +98,11 @@ __device__ __forceinline__ void mainloop(const SharedLayout& smem, int steps, in
   wgmma_wait<0>();
 #pragma unroll
   for (int part = 0; part < kMmasM; ++part) fence_accumulators(accum[part]);
+#endif
 }
 
 // Where the results of this warpgroup lie.
-struct TileRows : Results<T, kMmasM, kFragmentsN> {
+struct TileRows : Results<RESULT, kMmasM, kFragmentsN> {
   __device__ __forceinline__ TileRows(const HopperGatherArgs& args, const GatherTile& tile, u32 staging)
       : Results(args, of_warpgroup(tile), staging + threadIdx.x / 128 * kStagingBytes) {}
   __device__ __forceinline__ static GatherTile of_warpgroup(GatherTile tile) {
@@ -157,17 +195,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, CONSUMERS == 1 ? 2 : 1)
     const TileRows tile(args, place.tile, smem.reduce);
     Accumulators accum;
     const GatherAxis& row = phase_of(args, place.tile.phase).axis[2];
+    if (PARTS > 1) clear(accum);
     mainloop(smem, steps, row.x0 - row.low, args.x_tap[2], accum);
-    if (steps == 0) {
-#pragma unroll
-      for (int i = 0; i < kMmasM; ++i) {
-#pragma unroll
-        for (int j = 0; j < kFragmentsN; ++j) {
-#pragma unroll
-          for (int e = 0; e < 4; ++e) accum[i][j][e] = 0.0f;
-        }
-      }
-    }
+    if (PARTS == 1 && steps == 0) clear(accum);
     if (split) {
       cluster_wait();
       reduce.exchange(accum);

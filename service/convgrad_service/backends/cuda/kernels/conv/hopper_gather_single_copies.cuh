@@ -20,12 +20,13 @@ constexpr u32 kABytes = (BM + (TAPS > 1 ? 8 : 0)) * kRowBytes, kBBytes = kBoxes 
 constexpr u32 kStageBytes = kABytes + TAPS * kBBytes;
 constexpr int kWarpgroupRows = BM / CONSUMERS, kMmasM = kWarpgroupRows / 64, kFragmentsN = BN / 8;
 // Registers allow the code for a bias and an activation.
-constexpr bool kFinishes = sizeof(T) == 2 && MAPS == 1 && kMmasM * kFragmentsN * 4 <= 128;
+constexpr bool kFinishes = sizeof(T) == 2 && PARTS == 1 && MAPS == 1 && kMmasM * kFragmentsN * 4 <= 128;
 constexpr int kBoxBytes = kTileK * kRowBytes;
 constexpr Major kWeights = ACROSS ? kMajorMn : kMajorK;
 constexpr int kConsumers = CONSUMERS * 128, kThreads = kConsumers + 64;
 constexpr int kMaxTaps = 128;
 constexpr int kArgumentWords = (sizeof(HopperGatherArgs) - sizeof(TensorMap) * (MAPS + 1)) / 4 - 1;
+static_assert(PARTS == 1 || TAPS == 1, "a stage has one part of one tap");
 using Accumulators = float[kMmasM][kFragmentsN][4];
 using Reduce = SplitKReduce<kMmasM * kFragmentsN, CONSUMERS * 4>;
 
@@ -173,19 +174,25 @@ __device__ __forceinline__ void produce_pixels(const HopperGatherArgs& args, con
   at[3] = image(first, args.images_first);
   const bool elected = elect_one(), any = place.end > place.first;
   PipelineState state{0, 1};
-  auto load = [&](u32 entry, int channel) {
+  const int first_image = at[3];
+  auto load = [&](u32 entry, int channel, bool waits) {
     const int t = entry & 255, r = entry >> 8 & 255, s = entry >> 16;
-    const u32 barrier = smem.full_barrier(state.index);
-    mbarrier_arrive_expect_tx(barrier, args.a_bytes);
-    load_pixels<kDims, kImages>(smem.stage(state.index), barrier, map, at, channel, base[0] + t * tap[0],
-                                base[1] + r * tap[1], base[2] + s * tap[2]);
-    state.advance(smem.stages);
+#pragma unroll
+    for (int part = PARTS - 1; part >= 0; --part) {
+      if (waits) mbarrier_wait(smem.empty_barrier(state.index), state.parity);
+      const u32 barrier = smem.full_barrier(state.index);
+      mbarrier_arrive_expect_tx(barrier, args.a_bytes);
+      if (PARTS > 1) at[3] = first_image + part * args.images;
+      load_pixels<kDims, kImages>(smem.stage(state.index), barrier, map, at, channel, base[0] + t * tap[0],
+                                  base[1] + r * tap[1], base[2] + s * tap[2]);
+      state.advance(smem.stages);
+    }
   };
   if (elected) {
     wait_on_dependent_grids();
     int channel;
     const u32 entry = first_entry(args, place, channel);
-    if (any) load(entry, channel);
+    if (any) load(entry, channel, false);
   }
   __syncwarp();
   if (any) {
@@ -201,8 +208,7 @@ __device__ __forceinline__ void produce_pixels(const HopperGatherArgs& args, con
         const u32 entry = at_step.entry;
         const int channel = at_step.walk.channel;
         at_step.next();
-        mbarrier_wait(smem.empty_barrier(state.index), state.parity);
-        load(entry, channel);
+        load(entry, channel, true);
       }
     }
   }
@@ -214,32 +220,37 @@ __device__ __forceinline__ void produce_weights(const HopperGatherArgs& args, co
   const int r0[3] = {phase.axis[0].r0, phase.axis[1].r0, phase.axis[2].r0};
   const int step[3] = {args.r_step[0], args.r_step[1], args.r_step[2]};
   PipelineState state{0, 1};
-  auto load = [&](u32 entry, int channel) {
+  auto load = [&](u32 entry, int channel, bool waits) {
     const int t = r0[0] + (entry & 255) * step[0], r = r0[1] + (entry >> 8 & 255) * step[1],
               s = r0[2] + (entry >> 16) * step[2];
-    const u32 barrier = smem.full_barrier(state.index), to = smem.stage(state.index) + kABytes;
-    mbarrier_arrive_expect_tx(barrier, TAPS * (ACROSS ? kBBytes : BN * kRowBytes));
 #pragma unroll
-    for (int tap = 0; tap < TAPS; ++tap) {
-      const int s_tap = s + tap * step[2];
-      if constexpr (ACROSS) {
+    for (int part = PARTS - 1; part >= 0; --part) {
+      if (waits) mbarrier_wait(smem.empty_barrier(state.index), state.parity);
+      const u32 barrier = smem.full_barrier(state.index), to = smem.stage(state.index) + kABytes;
+      mbarrier_arrive_expect_tx(barrier, TAPS * (ACROSS ? kBBytes : BN * kRowBytes));
 #pragma unroll
-        for (int box = 0; box < kBoxes; ++box) {
-          tma_load<5>(to + tap * kBBytes + box * kBoxBytes, args.weight, barrier,
-                      {place.tile.first_channel + box * kBoxColumns, s_tap, r, t, channel}, kEvictLast);
+      for (int tap = 0; tap < TAPS; ++tap) {
+        const int s_tap = s + tap * step[2];
+        if constexpr (ACROSS) {
+#pragma unroll
+          for (int box = 0; box < kBoxes; ++box) {
+            tma_load<5>(to + tap * kBBytes + box * kBoxBytes, args.weight, barrier,
+                        {place.tile.first_channel + box * kBoxColumns, s_tap, r, t, part * args.in_channels + channel},
+                        kEvictLast);
+          }
+        } else {
+          tma_load<5>(to + tap * kBBytes, args.weight, barrier,
+                      {channel, s_tap, r, t, part * args.out_channels + place.tile.first_channel}, kEvictLast);
         }
-      } else {
-        tma_load<5>(to + tap * kBBytes, args.weight, barrier, {channel, s_tap, r, t, place.tile.first_channel},
-                    kEvictLast);
       }
+      state.advance(smem.stages);
     }
-    state.advance(smem.stages);
   };
   if (elect_one() && place.end > place.first) {
     wait_on_dependent_grids();
     int channel;
     const u32 entry = first_entry(args, place, channel);
-    load(entry, channel);
+    load(entry, channel, false);
     mbarrier_wait(smem.list_barrier(), 0);
     u32 words[4];
     ld_shared_v4(words, smem.walk());
@@ -250,8 +261,7 @@ __device__ __forceinline__ void produce_weights(const HopperGatherArgs& args, co
       const u32 next_entry = at_step.entry;
       const int next_channel = at_step.walk.channel;
       at_step.next();
-      mbarrier_wait(smem.empty_barrier(state.index), state.parity);
-      load(next_entry, next_channel);
+      load(next_entry, next_channel, true);
     }
   }
 }

@@ -24,14 +24,35 @@ WARPGROUP, WARP_FRAGMENT_BYTES = 128, 512
 PRODUCERS, LIST_BYTES, MOST_STAGES = 64, 528, 16
 MOST_HALO = 8
 """The most pixels beside a tile whose taps of a kernel row share them."""
-# Rates of an H200, fitted to tests/perf's dense layers: FLOP/s in 16-bit types (TF32 takes as long
-# per byte), bytes/s from the L2 cache to all SMs (sharing weights gains little: SHARED), and the
-# time of a tile outside its mainloop: fixed, and per result byte.
-MULTIPROCESSORS, FLOPS, L2_BYTES_S = 132, 865e12, 12e12
-TILE_S, BYTE_S = 0.35e-6, 3.7e-11
+MULTIPROCESSORS = 132
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What a kind of tile reaches on an H200.
+
+    Attributes
+    ----------
+    flops, l2_bytes_s
+        FLOP/s in 16-bit types (TF32 takes as long per byte), and bytes/s from the L2 cache to all
+        SMs.
+    tile_s, byte_s
+        Time of a tile outside its mainloop: fixed, and per result byte.
+    """
+
+    flops: float
+    l2_bytes_s: float
+    tile_s: float
+    byte_s: float
+
+
+# Fitted to tests/perf's dense layers. The mainloops of PINGPONG overlap stores and are limited by
+# power; OF_PARTS are fitted to 396 times of 107 random and networks' layers. Sharing weights gains
+# little.
+COOPERATIVE = Rates(865e12, 12e12, 0.35e-6, 3.7e-11)
+PINGPONG = Rates(800e12, 11.3e12, 0.9e-6, 3.7e-11)
+OF_PARTS = Rates(828e12, 8.35e12, 0.365e-6, 5.13e-11)
 SHARED = 0.995
-# The rates of PINGPONG, whose mainloops overlap stores and are limited by power.
-PINGPONG_FLOPS, PINGPONG_L2_BYTES_S, PINGPONG_TILE_S = 800e12, 11.3e12, 0.9e-6
 # The most accumulators of a tile with float32 operands.
 MOST_SUMS = 128 * 256
 CLUSTERS = {1: 132, 2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 8: 15}
@@ -64,6 +85,8 @@ class HopperTile:
         Blocks per SM; of a ``single`` tile.
     taps
         Taps of a kernel row that share the tile's pixels; of a ``single`` or ``pingpong`` tile.
+    parts
+        The bfloat16 parts that float32 operands are split into; several only of other tiles.
     """
 
     m: int
@@ -75,6 +98,7 @@ class HopperTile:
     single: bool = False
     blocks: int = 1
     taps: int = 1
+    parts: int = 1
 
     def __str__(self) -> str:
         sharing = f"_x{self.sharing}" if self.sharing > 1 else ""
@@ -100,20 +124,24 @@ class HopperTile:
         loaded in whole boxes. Loads of pixels take ``apart_a`` times as long, those of weights
         ``apart_b`` times.
         """
-        flops, l2_bytes_s = (
-            (PINGPONG_FLOPS, PINGPONG_L2_BYTES_S) if self.pingpong else (FLOPS, L2_BYTES_S)
-        )
-        products = self.taps * self.m * self.n * ROW_BYTES / flops
+        rates = self._rates
+        products = self.taps * self.m * self.n * ROW_BYTES / rates.flops
         shared = SHARED if self.sharing > 1 else 1.0
         a_rows = self.m + (MOST_HALO if self.taps > 1 else 0)
         b_rows = self.taps * (ceil_div(self.n, BOX_ROWS) * BOX_ROWS if across else self.n)
         loaded = (a_rows * apart_a + b_rows * apart_b) * ROW_BYTES
-        return max(products, loaded / l2_bytes_s) * MULTIPROCESSORS * shared
+        if self.parts > 1:
+            products *= self.parts * (self.parts + 1) // 2
+            loaded *= self.parts
+        return max(products, loaded / rates.l2_bytes_s) * MULTIPROCESSORS * shared
 
     def tile_s(self, itemsize: int) -> float:
         """Return the seconds of a tile outside its mainloop."""
-        fixed = PINGPONG_TILE_S if self.pingpong else TILE_S
-        return fixed + self.m * self.n * itemsize * BYTE_S
+        return self._rates.tile_s + self.m * self.n * itemsize * self._rates.byte_s
+
+    @property
+    def _rates(self) -> Rates:
+        return OF_PARTS if self.parts > 1 else PINGPONG if self.pingpong else COOPERATIVE
 
     @property
     def threads(self) -> int:
@@ -203,10 +231,14 @@ class HopperTile:
             "CONSUMERS": self.warpgroups,
             "TAPS": self.taps,
         }
+        if self.parts > 1:
+            shape |= {"PARTS": self.parts, "RESULT": DType.FLOAT32}
         if self.single:
             return shape | {"SINGLE": 1}
         producer, consumer = REGISTERS[self.warpgroups]
-        if self.pingpong and self.m * self.n > MOST_SUMS_OF_FEW:
+        many = self.pingpong and self.m * self.n > MOST_SUMS_OF_FEW
+        # With several phases, producers need more.
+        if many or (self.parts > 1 and maps == 1 and self.warpgroups == 2):
             producer, consumer = REGISTERS_OF_MANY
         shape |= {
             "PINGPONG": self.pingpong,
@@ -254,9 +286,25 @@ OF_FLOAT32 = HopperTile(128, 160, pingpong=True)
 """In TF32, 27 layers take 1.12 times as long without it; in 16-bit types, 15 layers 0.985 times."""
 
 
-def tiles_of(dtype: DType) -> tuple[HopperTile, ...]:
+PART_TILES = (
+    HopperTile(128, 128, parts=3),
+    HopperTile(128, 96, parts=3),
+    HopperTile(192, 64, 3, parts=3),
+    HopperTile(128, 64, parts=3),
+    *(
+        HopperTile(m, 64, warpgroups, split=split, single=True, blocks=blocks, parts=3)
+        for m, warpgroups, blocks in ((64, 1, 2), (128, 2, 1))
+        for split in SPLITS
+    ),
+)
+"""Tile shapes of operands in parts: besides its sums, a thread holds as many of a k-tile."""
+
+
+def tiles_of(dtype: DType, parts: int = 1) -> tuple[HopperTile, ...]:
     """Return the tiles for a dtype: for 32-bit types, those whose results fit into registers; for
     16-bit types, those at least a k-tile wide that were the fastest for some layer."""
+    if parts > 1:
+        return PART_TILES
     if dtype.itemsize == 2:
         return tuple(tile for tile in TILES if tile.n >= BOX_ROWS and tile != OF_FLOAT32)
     return tuple(tile for tile in TILES if tile.m * tile.n <= MOST_SUMS)

@@ -12,6 +12,10 @@
 // remainder by stride[2] each, of which dilation[1], stride[1] and pad[1] count `stride[2]` for each row of the
 // input. Planes of 1x1 kernels, channels first, are such rows of one image, with images in place of rows.
 //
+// With PARTS, operands are float32 as so many bfloat16 parts (float_parts.cu). A stage has all parts of its 32 pixels,
+// and products of parts are summed from the smallest to the largest. Those of three parts (float32 accuracy) are
+// summed on the tensor cores, which truncate, over one k-tile only, and then in float32.
+//
 // Grid: a work unit is a tile, or a share of a tile's pixels; a block takes units blockIdx.x, + gridDim.x, ...
 // Block: four producer threads and WARPGROUPS consumer warpgroups, each with 64 * ROWS rows and all columns of
 //   the tile, or with SPREAD all 64 * ROWS rows and PRODUCTS x COLUMNS of the columns.
@@ -31,6 +35,7 @@
 #include "conv/hopper_weight_copies.cuh"
 #include "conv/hopper_weight_grid_reduce.cuh"
 #include "core/opaque.cuh"
+#include "core/split_floats.cuh"
 #include "ptx/warpgroup.cuh"
 
 using namespace convgrad;
@@ -47,10 +52,15 @@ constexpr int kFragments = COLUMNS / 8, kBlocks = COLUMNS / CHANNELS;
 constexpr int kMaxBoxes = kBlocks * PRODUCTS * (SPREAD ? WARPGROUPS : 1);
 constexpr int kProducers = 4, kMaxCopied = (Layout::kYBoxes + kMaxBoxes + kProducers - 1) / kProducers;
 constexpr int kThreads = (WARPGROUPS + 1) * 128;
-constexpr int kArgumentWords = (sizeof(HopperWeightArgs) - sizeof(TensorMap) * 2) / 4 - 1;
+constexpr int kArgumentWords = (sizeof(HopperWeightArgs) - sizeof(TensorMap) * 2 * PARTS) / 4 - 1;
 // The two roles of clusters: multicast of common boxes, and the reduction of shares of one tile.
 constexpr int kLoadSharing = CLUSTER / SUMS;
 constexpr bool kReduces = SUMS > 1, kMulticasts = kLoadSharing > 1;
+// The products of parts, of y and of x, the smallest first.
+constexpr int kPairs = PARTS * (PARTS + 1) / 2;
+constexpr int kPairsOf[6][2] = {{0, 2}, {2, 0}, {1, 1}, {0, 1}, {1, 0}, {0, 0}};
+constexpr bool kPromotes = PARTS == 3;
+static_assert(PARTS == 1 || (!kMulticasts && !PLANES && PARTS <= 3), "of parts");
 using Sums = ClusterReduction<SUMS, kLoadSharing, ROWS, PRODUCTS, kFragments>;
 
 }  // namespace
@@ -87,7 +97,12 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
       mbarrier_arrive_expect_tx(reduce_barriers + i * 8, Sums::kQuadBytes * (SUMS - 1));
     }
   }
-  if (thread == WARPGROUPS * 128) prefetch_tensor_map(args.x_map), prefetch_tensor_map(args.y_map);
+  if (thread == WARPGROUPS * 128) {
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part) {
+      prefetch_tensor_map(args.x_map[part]), prefetch_tensor_map(args.y_map[part]);
+    }
+  }
   __shared__ Box boxes[2][kMaxBoxes];  // for the tiles of this unit and of the previous one
   opaque_use(prefetched);
   if (kMulticasts) {
@@ -115,6 +130,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
     const int boxes_each = shares_box ? 1 : kBlocks;  // boxes of one product
     const int own_box = SPREAD ? warpgroup * PRODUCTS * boxes_each : 0;
     const int own_row = SPREAD ? 0 : warpgroup * ROWS;
+    const u32 part_bytes = args.stage_bytes / PARTS;
     // Here and not among the units, or the compiler no longer sees that the stage index is uniform in a
     // warp, and wgmmas wait for single threads' registers.
     auto last_unit = [&]() {
@@ -127,12 +143,14 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
       rendezvous_begin(args.met + (last_unit().tile - of.whole));
     }
     int parity_index = 0;
-    float sum[ROWS][PRODUCTS][kFragments][4];
+    float sum[ROWS][PRODUCTS][kFragments][4], of_step[ROWS][PRODUCTS][kFragments][4];
+    auto& products = kPromotes ? of_step : sum;  // what wgmma adds to
+    const float unscale = kPromotes ? *args.unscale : 1;
     auto fence_all = [&]() {
 #pragma unroll
       for (int i = 0; i < ROWS; ++i) {
 #pragma unroll
-        for (int j = 0; j < PRODUCTS; ++j) fence_accumulators(sum[i][j]);
+        for (int j = 0; j < PRODUCTS; ++j) fence_accumulators(products[i][j]);
       }
     };
     // A stage is free once no block of the cluster reads it any more.
@@ -173,25 +191,40 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
         mbarrier_wait(pipeline.full_barrier(pipeline.stage), pipeline.parity);
         wgmma_fence();
 #pragma unroll
-        for (int k = 0; k < kPixels / kMmaK; ++k) {
+        for (int pair = 6 - kPairs; pair < 6; ++pair) {
+          const u32 a_part = kPairsOf[pair][0] * part_bytes, b_part = kPairsOf[pair][1] * part_bytes;
 #pragma unroll
-          for (int i = 0; i < ROWS; ++i) {
+          for (int k = 0; k < kPixels / kMmaK; ++k) {
 #pragma unroll
-            for (int j = 0; j < PRODUCTS; ++j) {
-              wgmma<T, kMajor, kMajor>(
-                  sum[i][j], advance_descriptor(a, i * Layout::kYBoxBytes + k * kNextA),
-                  advance_descriptor(b, j * boxes_each * args.box_bytes + k * kNextB), 1);
+            for (int i = 0; i < ROWS; ++i) {
+#pragma unroll
+              for (int j = 0; j < PRODUCTS; ++j) {
+                wgmma<T, kMajor, kMajor>(
+                    products[i][j], advance_descriptor(a, a_part + i * Layout::kYBoxBytes + k * kNextA),
+                    advance_descriptor(b, b_part + j * boxes_each * args.box_bytes + k * kNextB),
+                    !kPromotes || pair > 0 || k > 0);
+              }
             }
           }
         }
         wgmma_commit();
-        wgmma_wait<1>();
-        // Blocks that exit without a final barrier must not signal stages that nobody waits for.
-        if (!(kReduces && kMulticasts) || step - 1 + pipeline.stages < unit.steps) release(last);
-        last = pipeline.stage;
+        if constexpr (kPromotes) {
+          wgmma_wait<0>();
+          release(pipeline.stage);
+#pragma unroll
+          for (int i = 0; i < ROWS; ++i) {
+#pragma unroll
+            for (int j = 0; j < PRODUCTS; ++j) accumulate_scaled(sum[i][j], of_step[i][j], unscale);
+          }
+        } else {
+          wgmma_wait<1>();
+          // Blocks that exit without a final barrier must not signal stages that nobody waits for.
+          if (!(kReduces && kMulticasts) || step - 1 + pipeline.stages < unit.steps) release(last);
+          last = pipeline.stage;
+        }
         pipeline.next();
       }
-      wgmma_wait<0>();
+      if (!kPromotes) wgmma_wait<0>();
       fence_all();
       if (!(kReduces && kMulticasts)) release(last);
       // Recomputed, to save registers during the mainloop.

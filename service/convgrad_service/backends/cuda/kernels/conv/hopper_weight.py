@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import lru_cache
 from math import prod
 
@@ -24,6 +25,7 @@ from convgrad_service.backends.cuda.kernels.conv.hopper_weight_tiles import (
     PIXELS,
     ROWS,
     TILES,
+    TILES_OF,
     Cut,
     cuts,
 )
@@ -89,11 +91,16 @@ class HopperWeight:
         self._least_channels = least_channels
 
     def why_not(
-        self, work: ConvWork, device: CudaDevice, rows: PixelRows | None = None
+        self,
+        work: ConvWork,
+        device: CudaDevice,
+        rows: PixelRows | None = None,
+        parts: int = 1,
     ) -> str | None:
         """See `Family.why_not`. The answer depends on channels, kernel and limits of TMA.
 
-        ``rows`` are copies of the operands, to read instead.
+        ``rows`` are copies of the operands, to read instead. Or each operand is so many ``parts``,
+        one after another.
         """
         if (reason := NEEDS.why_not(work, device)) is not None:
             return reason
@@ -102,13 +109,13 @@ class HopperWeight:
                 f"{work.in_channels} channels to {work.out_channels} would leave most of a tile; "
                 f"expected {self._least_channels} on either side"
             )
-        rows = rows or image_rows(work)
+        rows = _rows(work, rows, parts)
         reason = why_not_im2col(work) if rows is None else None
         if reason is not None:
             return reason
         if work.dtype is DType.FLOAT32 and rows is None:
             return "TF32 needs contiguous pixels: a 1x1 kernel and channels first"
-        if _best(work, device, rows) is None:
+        if _best(work, device, rows, parts) is None:
             return "no partition has indices and tensor maps that the kernel and TMA accept"
         return None
 
@@ -118,18 +125,20 @@ class HopperWeight:
         device: CudaDevice,
         cut: Cut | None = None,
         rows: PixelRows | None = None,
+        parts: int = 1,
+        unscale: str | None = None,
     ) -> Fragment:
-        """See `Family.launches`. ``cut`` overrides the chosen partition; ``rows`` are copies of the
-        operands, to read instead."""
-        cut, rows = cut or self._cut, rows or image_rows(work)
+        """See `Family.launches`. ``cut`` overrides the chosen partition. ``rows`` and ``parts`` are
+        as in `why_not`; ``unscale`` is that of `FloatParts`."""
+        cut, rows = cut or self._cut, _rows(work, rows, parts)
         if cut is not None:
             time_s = launch_s(expected_s(cut, device))
-        elif (best := _best(work, device, rows)) is not None:
+        elif (best := _best(work, device, rows, parts)) is not None:
             time_s, cut = best
         else:
             raise ValueError("a convolution that why_not refuses")
         x, y = (
-            Prepared(operand) if rows else prepare_side(work, name, device)
+            Prepared(operand) if rows or parts > 1 else prepare_side(work, name, device)
             for operand, name in (
                 (rows.x.operand if rows else work.x, "input"),
                 (rows.y.operand if rows else work.y, "grad_output"),
@@ -137,8 +146,7 @@ class HopperWeight:
         )
         steps: list[Step] = [*overlapping((*x.steps, *y.steps), device)]
         workspace = [*x.workspace, *y.workspace]
-        read = x.operand, y.operand
-        x_map, y_map = _maps(work, cut, rows, *read)
+        maps = _maps(work, cut, rows, x.operand, y.operand)
         partials = f"{work.prefix}partials" if cut.parted else None
         steps.append(
             Launch(
@@ -149,10 +157,17 @@ class HopperWeight:
                 (cut.tile.threads, 1, 1),
                 pack_maps(
                     arguments(work, cut, device, rows),
-                    {"x_map": (read[0], x_map), "y_map": (read[1], y_map)},
+                    {
+                        f"{name}{part}": (operand, _of_part(one, operand, work.batch, part))
+                        for name, operand, one in zip(
+                            ("x_map", "y_map"), (x.operand, y.operand), maps, strict=True
+                        )
+                        for part in range(parts)
+                    },
                     w=work.w,
                     accumulate=work.accumulate,
                     partials=partials,
+                    unscale=unscale,
                     met=ZEROS if cut.together else None,
                 ),
                 cut.shared_bytes(device),
@@ -192,6 +207,19 @@ class HopperWeight:
             *(_sum_instance(dtype, result) for dtype, result in RESULTS),
         ]
 
+    def parts_instances(self) -> Iterable[Instance]:
+        """Return the instances for operands in several parts."""
+        return [
+            _sum_instance(DType.BFLOAT16, DType.FLOAT32),
+            *(
+                tile.instance(DType.BFLOAT16, cluster, summing=summing)
+                for parts, tiles in TILES_OF.items()
+                if parts > 1
+                for tile in tiles
+                for cluster, summing in tile.clusters
+            ),
+        ]
+
 
 def why_not_im2col(work: ConvWork) -> str | None:
     """Return why the copy engine cannot read the pixels of windows, or None."""
@@ -207,11 +235,19 @@ def why_not_im2col(work: ConvWork) -> str | None:
     return None
 
 
+def _rows(work: ConvWork, rows: PixelRows | None, parts: int) -> PixelRows | None:
+    return image_rows(work) if rows is None and parts == 1 else rows
+
+
 @lru_cache(maxsize=16)
-def _best(work: ConvWork, device: CudaDevice, rows: PixelRows | None) -> tuple[float, Cut] | None:
+def _best(
+    work: ConvWork, device: CudaDevice, rows: PixelRows | None, parts: int
+) -> tuple[float, Cut] | None:
     """Return the fastest partition and its expected seconds. Cached, as each plan needs it twice
     and the search is slow."""
-    every = [(launch_s(expected_s(cut, device)), cut) for cut in reachable(work, device, rows)]
+    every = [
+        (launch_s(expected_s(cut, device)), cut) for cut in reachable(work, device, rows, parts)
+    ]
     if not every:
         return None
     return fastest(
@@ -219,18 +255,20 @@ def _best(work: ConvWork, device: CudaDevice, rows: PixelRows | None) -> tuple[f
         every,
         lambda found: lines(work, device, found),
         device,
-        corrected=work.dtype.itemsize == 2,
+        corrected=work.dtype.itemsize == 2 and parts == 1,
     )
 
 
-def reachable(work: ConvWork, device: CudaDevice, rows: PixelRows | None = None) -> Iterator[Cut]:
+def reachable(
+    work: ConvWork, device: CudaDevice, rows: PixelRows | None = None, parts: int = 1
+) -> Iterator[Cut]:
     """Yield the partitions whose indices fit and whose tensor maps TMA accepts."""
     count = 2 if work.result_dtype is DType.FLOAT32 else 8
     direct = work.epilogue_free and beside(work, count)
-    rows = rows or image_rows(work)
+    rows = _rows(work, rows, parts)
     taken: dict[tuple[int, int, int], bool] = {}  # by the fields that maps depend on
-    for cut in cuts(work, device, direct=direct, rows=rows):
-        pixels = cut.steps * (PIXELS if rows is None else rows.step_pixels)
+    for cut in cuts(work, device, direct=direct, rows=rows, parts=parts):
+        pixels = cut.steps * (cut.tile.pixels if rows is None else rows.step_pixels)
         if pixels > MAX_PIXELS or cut.parted > MAX_GRID_Y:
             continue
         read = cut.tile.channels, cut.box_pixels, cut.halo
@@ -250,7 +288,13 @@ def _maps(
     """Return the tensor maps of the input and of grad_output: of ``rows``, or as `im2col_maps`."""
     if rows is not None:
         return rows.x.map(cut.tile.channels), rows.y.map(ROWS)
-    return im2col_maps(work, cut.tile.channels, cut.halo, x, y)
+    return im2col_maps(work, cut.tile.channels, cut.halo, x, y, cut.tile.pixels)
+
+
+def _of_part(tensor_map: TensorMap, operand: Operand, batch: int, part: int) -> TensorMap:
+    """Return the map of a part of an operand, which follows the parts before it."""
+    start = part * batch * operand.strides[0] * operand.dtype.itemsize
+    return replace(tensor_map, offset_bytes=start)
 
 
 def _sum(work: ConvWork, cut: Cut, partials: str) -> Launch:
@@ -278,9 +322,14 @@ def _sum_instance(dtype: DType, result: DType) -> Instance:
 
 
 def im2col_maps(
-    work: ConvWork, channels: int, beyond: int, x: Operand | None = None, y: Operand | None = None
+    work: ConvWork,
+    channels: int,
+    beyond: int,
+    x: Operand | None = None,
+    y: Operand | None = None,
+    pixels: int = PIXELS,
 ) -> tuple[Im2colMap, Im2colMap]:
-    """Return the tensor maps of the input and of grad_output.
+    """Return the tensor maps of the input and of grad_output, in boxes of so many ``pixels``.
 
     That of the input, in boxes of so many ``channels``, covers every pixel that is the corner of a
     window; that of grad_output covers every pixel, with so many zeros ``beyond`` each row. Without
@@ -296,7 +345,7 @@ def im2col_maps(
     lower = tuple(-pad for pad in work.pad)
     of_x = x, work.in_channels, work.input, lower, upper, work.stride
     of_y = y, work.out_channels, work.output, (0, 0, 0), halo, (1, 1, 1)
-    return (_map(work, *of_x, channels, PIXELS + beyond), _map(work, *of_y, ROWS, PIXELS))
+    return (_map(work, *of_x, channels, pixels + beyond), _map(work, *of_y, ROWS, pixels))
 
 
 def _map(

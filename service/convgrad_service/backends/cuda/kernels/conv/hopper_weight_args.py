@@ -6,7 +6,7 @@ from typing import Any
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import fill
-from convgrad_service.backends.cuda.kernels.conv.hopper_weight_tiles import Cut
+from convgrad_service.backends.cuda.kernels.conv.hopper_weight_tiles import TILES_OF, Cut
 from convgrad_service.backends.cuda.kernels.core.gather_axes import divider
 from convgrad_service.backends.cuda.kernels.layout.planes import PixelRows
 from convgrad_service.backends.cuda.structures import structure
@@ -17,9 +17,12 @@ from convgrad_service.plans.cuda.works import ConvWork
 __all__ = ["WeightSumArgs", "arguments", "beside", "dims_of", "fill_result"]
 
 DIVIDERS = ("by_groups", "by_along", "by_kernel", "by_row", "by_parted")
-HopperWeightArgs = structure(
-    "conv/hopper_weight.cu", "HopperWeightArgs", anonymous=("result", "source")
-)
+HopperWeightArgs = {
+    parts: structure(
+        "conv/hopper_weight.cu", "HopperWeightArgs", anonymous=("result", "source"), PARTS=parts
+    )
+    for parts in TILES_OF
+}
 WeightSumArgs = structure("conv/hopper_weight_sum.cu", "WeightSumArgs", anonymous=("result",))
 
 
@@ -74,7 +77,7 @@ def fill_result(args: Any, work: ConvWork, cut: Cut) -> None:
 
 def arguments(work: ConvWork, cut: Cut, device: CudaDevice, rows: PixelRows | None) -> Any:
     """Return the kernel parameters of hopper_weight.cu, whose operands may be ``rows``."""
-    args, read = HopperWeightArgs(), rows or work
+    args, read = HopperWeightArgs[cut.tile.parts](), rows or work
     fill_result(args, work, cut)
     args.batch, args.y_size[:] = read.batch, read.output
     fill(args, read, "stride", "dilation", "pad")

@@ -28,7 +28,7 @@ struct LoadedBox {
   bool of_y, shared;
 };
 
-// Layout of a k-tile in a stage: boxes of y, then of x.
+// Layout of a k-tile in a stage: of each part, boxes of y, then of x.
 template <int kYBoxes_, int kYChannels_, int kItemBytes>
 struct Step {
   static constexpr int kYBoxes = kYBoxes_, kYChannels = kYChannels_;
@@ -65,6 +65,7 @@ __device__ __forceinline__ void load_unit(const HopperWeightArgs& args, const Un
   // Not precomputed, to save registers.
   const Unit unit = unit_of(number);
   Walk walk(args, unit.first, unit.stride);
+  const u32 part_bytes = args.stage_bytes / PARTS;
   for (int step = 0; step < unit.steps; ++step, walk.next(args)) {
     const u32 to = pipeline.current_stage(), arrived = pipeline.full_barrier(pipeline.stage);
     const Pixel corner = corner_of(args, walk.at);
@@ -73,12 +74,16 @@ __device__ __forceinline__ void load_unit(const HopperWeightArgs& args, const Un
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
       const LoadedBox one = own[i];
-      const TensorMap& map = one.of_y ? args.y_map : args.x_map;
+      const TensorMap* const maps = one.of_y ? args.y_map : args.x_map;
       const Pixel at = one.of_y ? walk.at : corner;
-      if (kCluster > 1 && one.shared) {
-        load_box<kCluster>(args, map, to + one.to, arrived, at, one.from, first_block);
-      } else {
-        load_box(args, map, to + one.to, arrived, at, one.from);
+#pragma unroll 1
+      for (int part = 0; part < PARTS; ++part) {
+        const u32 box = to + one.to + part * part_bytes;
+        if (kCluster > 1 && one.shared) {
+          load_box<kCluster>(args, maps[part], box, arrived, at, one.from, first_block);
+        } else {
+          load_box(args, maps[part], box, arrived, at, one.from);
+        }
       }
     }
     pipeline.next();

@@ -66,11 +66,12 @@ def _step_s(
     """Return the seconds of a k-tile with so many busy blocks. Cached, as the partitions of a tile
     differ mostly in their splits."""
     x_bytes = boxes * box_pixels * tile.channels * ITEM_BYTES
-    y_bytes = tile.row_boxes * ROWS * PIXELS * ITEM_BYTES
+    y_bytes = tile.row_boxes * ROWS * tile.pixels * ITEM_BYTES
     if rows_first:
         copied_bytes, copied_boxes = x_bytes // copying + y_bytes, boxes / copying + tile.row_boxes
     else:
         copied_bytes, copied_boxes = x_bytes + y_bytes // copying, boxes + tile.row_boxes / copying
+    copied_bytes, copied_boxes = tile.parts * copied_bytes, tile.parts * copied_boxes
     products = tile.step_cycles * CYCLE_S
     copies = max(copied_bytes * busy / COPIED_BYTES_PER_S, copied_boxes * BOX_S)
     step_s = max(products, copies) + BESIDE * min(products, copies)

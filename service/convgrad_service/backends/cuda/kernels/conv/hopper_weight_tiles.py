@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
 from convgrad.dtypes import DType
+from convgrad_service.backends.cuda.kernels.conv.float_parts import PRODUCTS
 from convgrad_service.backends.cuda.kernels.layout.planes import PixelRows
 from convgrad_service.plans.cuda.device import HOPPER, CudaDevice
 from convgrad_service.plans.cuda.program import Instance, ceil_div, macros_of
 from convgrad_service.plans.cuda.works import ConvWork
 
-__all__ = ["ITEM_BYTES", "PIXELS", "ROWS", "TILES", "Cut", "WeightTile", "cuts"]
+__all__ = ["ITEM_BYTES", "PIXELS", "ROWS", "TILES", "TILES_OF", "Cut", "WeightTile", "cuts"]
 
 # Rows of a wgmma and of a box of grad_output, pixels of a k-tile, and bytes of an element.
 ROWS, PIXELS, ITEM_BYTES = 64, 64, 2
+# Pixels of a k-tile that has several parts of each element.
+PARTS_PIXELS = 32
 # Bytes of a row of pixels in a k-tile.
 STEP_BYTES = PIXELS * ITEM_BYTES
 MOST_STAGES, LEAST_STAGES = 16, 3
@@ -38,6 +41,8 @@ CLUSTERS_OF = {
     "128x192": ((2, 1), (2, 2), (4, 4), (8, 4)),
     "256x128": ((2, 1), (2, 2), (4, 4), (8, 4)),
 }
+# The same where elements have several parts.
+CLUSTERS_OF_PARTS = {"128x128": ((4, 4),)}
 # Partial sums that a thread reads at a time, and the most units of a tile's rendezvous word
 # (hopper_weight_grid_reduce.cuh).
 TOGETHER_BATCH, MOST_TOGETHER = 16, 255
@@ -49,7 +54,7 @@ class WeightTile:
 
     A warpgroup tile has ``rows`` * 64 channels of grad_output (M) and ``products`` adjacent wgmmas
     of N = ``columns``. Warpgroups divide the columns if ``spread``, else the rows. A box has
-    ``channels`` input channels.
+    ``channels`` input channels. Elements have so many bfloat16 ``parts``.
     """
 
     warpgroups: int
@@ -58,6 +63,12 @@ class WeightTile:
     columns: int
     channels: int
     spread: bool
+    parts: int = 1
+
+    @property
+    def pixels(self) -> int:
+        """Pixels of a k-tile."""
+        return PIXELS if self.parts == 1 else PARTS_PIXELS
 
     @property
     def threads(self) -> int:
@@ -91,13 +102,14 @@ class WeightTile:
     @cached_property
     def step_cycles(self) -> int:
         """Tensor-core cycles of a k-tile: one per 64 rows x 16 pixels x 2 columns."""
-        products = self.warpgroups * self.rows * self.products
-        return products * (PIXELS // 16) * self.columns // 2
+        products = self.warpgroups * self.rows * self.products * len(PRODUCTS[self.parts])
+        return products * (self.pixels // 16) * self.columns // 2
 
     @cached_property
     def clusters(self) -> tuple[tuple[int, int], ...]:
         """All cluster shapes (blocks, blocks that reduce one tile), the single block first."""
-        return ((1, 1), *CLUSTERS_OF.get(self.name, ()))
+        others = CLUSTERS_OF if self.parts == 1 else CLUSTERS_OF_PARTS
+        return ((1, 1), *others.get(self.name, ()))
 
     def joined_bytes(self, summing: int) -> int:
         """Return the bytes of accumulators, and of slices received, in a cluster reduction."""
@@ -117,13 +129,14 @@ class WeightTile:
             "conv/hopper_weight.cu",
             HOPPER,
             ELEMENT=dtype,
-            PIXELS=STEP_BYTES // dtype.itemsize if planes else PIXELS,
+            PIXELS=STEP_BYTES // dtype.itemsize if planes else self.pixels,
             **macros_of(self, "warpgroups", "rows", "products", "columns", "channels", "spread"),
             CLUSTER=cluster,
             SUMS=summing,
             PRODUCER_REGISTERS=copies,
             CONSUMER_REGISTERS=multiplies,
             PLANES=planes or None,
+            PARTS=self.parts if self.parts > 1 else None,
         )
 
 
@@ -136,6 +149,18 @@ TILES = (
     WeightTile(3, 1, 1, 192, 64, spread=True),
     WeightTile(3, 1, 1, 96, 32, spread=True),
 )
+# Those whose threads have the registers for every accumulator twice, to add up products of three
+# parts; products of two are not expected to gain from others.
+OF_PARTS = ("128x192", "128x128", "256x64", "64x288")
+TILES_OF = {
+    1: TILES,
+    **{
+        parts: tuple(replace(tile, parts=parts) for tile in TILES if tile.name in OF_PARTS)
+        for parts in PRODUCTS
+        if parts > 1
+    },
+}
+"""The tiles by the number of parts of an element."""
 
 
 class Cut(NamedTuple):
@@ -220,13 +245,18 @@ class Cut(NamedTuple):
     @property
     def box_pixels(self) -> int:
         """Pixels of a box of the input."""
-        return PIXELS + self.halo
+        return self.tile.pixels + self.halo
 
     @property
     def arriving_bytes(self) -> int:
         """Transaction bytes (mbarrier.expect_tx) of a k-tile per block."""
         x = self.boxes * self.box_pixels * self.tile.channels * ITEM_BYTES
-        return x + self.tile.row_boxes * ROWS * PIXELS * ITEM_BYTES
+        return self.tile.parts * (x + self.y_bytes)
+
+    @property
+    def y_bytes(self) -> int:
+        """Bytes of the boxes of grad_output in a k-tile, of one part."""
+        return self.tile.row_boxes * ROWS * self.tile.pixels * ITEM_BYTES
 
     @property
     def box_bytes(self) -> int:
@@ -235,8 +265,7 @@ class Cut(NamedTuple):
 
     @property
     def stage_bytes(self) -> int:
-        y = self.tile.row_boxes * ROWS * PIXELS * ITEM_BYTES
-        return y + self.boxes * self.box_bytes
+        return self.tile.parts * (self.y_bytes + self.boxes * self.box_bytes)
 
     def stages(self, device: CudaDevice) -> int:
         room = device.shared_bytes_per_block - ALIGNMENT - BESIDE_BYTES
@@ -267,18 +296,25 @@ def _aligned(size_bytes: int) -> int:
 
 
 def cuts(
-    work: ConvWork, device: CudaDevice, *, direct: bool, rows: PixelRows | None = None
+    work: ConvWork,
+    device: CudaDevice,
+    *,
+    direct: bool,
+    rows: PixelRows | None = None,
+    parts: int = 1,
 ) -> Iterator[Cut]:
-    """Yield candidate partitions of work whose operands may be ``rows``. With ``direct``, whole
-    tiles need no second kernel."""
-    for cut in _all_tiled(work, device, rows):
+    """Yield candidate partitions of work whose operands may be ``rows``, or have ``parts``. With
+    ``direct``, whole tiles need no second kernel."""
+    for cut in _all_tiled(work, device, rows, parts):
         for found in _shared_out(work, device, cut, direct):
             yield found
             if _meets(found, device):
                 yield found._replace(together=True)
 
 
-def _all_tiled(work: ConvWork, device: CudaDevice, rows: PixelRows | None) -> Iterator[Cut]:
+def _all_tiled(
+    work: ConvWork, device: CudaDevice, rows: PixelRows | None, parts: int
+) -> Iterator[Cut]:
     """Yield the partitions by each tile, before splitting K."""
     if rows is not None:
         for tile in TILES:
@@ -286,7 +322,7 @@ def _all_tiled(work: ConvWork, device: CudaDevice, rows: PixelRows | None) -> It
                 if cut.copying == 1 and cut.stages(device) >= LEAST_STAGES:
                     yield cut._replace(steps=rows.steps)
         return
-    for tile in TILES:
+    for tile in TILES_OF[parts]:
         shared = {1}
         if work.stride[2] == 1 and work.kernel[2] > 1:
             shared.add(tile.blocks_each)
@@ -304,7 +340,7 @@ def _tiled(work: ConvWork, tile: WeightTile, taps: int) -> Iterator[Cut]:
     column_tiles = ceil_div(boxes, tile.blocks // taps)
     row_tiles = ceil_div(work.out_channels, tile.row_boxes * ROWS)
     rows = work.batch * work.output[0] * work.output[1]
-    steps = ceil_div(rows * (work.output[2] + halo), PIXELS)
+    steps = ceil_div(rows * (work.output[2] + halo), tile.pixels)
     cut = Cut(tile, taps, halo, row_tiles, column_tiles, steps, 0, 1)
     for cluster, summing in tile.clusters:
         found, copying = cut._replace(cluster=cluster, summing=summing), cluster // summing

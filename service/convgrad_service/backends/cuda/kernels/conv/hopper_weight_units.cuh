@@ -1,6 +1,6 @@
 // Kernel parameters of hopper_weight.cu, its work units and its loads. Launched by
 // hopper_weight.py. Macros: ELEMENT, the operands' type; PIXELS of a k-tile; CHANNELS of a box of x;
-// WARPGROUPS, the consumers.
+// WARPGROUPS, the consumers; PARTS of an element.
 #pragma once
 
 #include "ptx/tma.cuh"
@@ -11,6 +11,9 @@
 #ifndef PLANES
 #define PLANES 0
 #endif
+#ifndef PARTS
+#define PARTS 1
+#endif
 
 namespace convgrad {
 
@@ -18,8 +21,8 @@ using T = ELEMENT;
 constexpr int kPixels = PIXELS, kInBlock = CHANNELS / 8, kMaxStages = 16;
 
 struct HopperWeightArgs {
-  TensorMap x_map;
-  TensorMap y_map;
+  TensorMap x_map[PARTS];
+  TensorMap y_map[PARTS];
   WeightResult result;
   WeightSource source;
   int dims;       // spatial dimensions of the tensor maps
@@ -31,6 +34,7 @@ struct HopperWeightArgs {
   Divider by_size[3];  // planes, rows, and pixels of a row with its halo
   u32* met;           // a zero word per split tile, by which its blocks rendezvous; or null
   int slices;         // parts of a block that divide the shares in that reduction
+  const float* unscale;  // the factor of the sums of three parts' products
 };
 
 // A work unit: a tile, with `steps` of its k-tiles: `first` and each `stride`th from there on. So the

@@ -73,6 +73,8 @@ class SingleWave:
         Whether rows of A and of B are not whole cache lines.
     moved_bytes
         Bytes that must be read and written.
+    parts
+        Parts of both operands that a k-tile copies, and multiplies as often as they make pairs.
     """
 
     m: int
@@ -88,6 +90,7 @@ class SingleWave:
     taps: int
     apart: tuple[bool, bool]
     moved_bytes: int
+    parts: int = 1
 
 
 def single_s(of: SingleWave, rates: Rates) -> float:
@@ -103,6 +106,8 @@ def single_s(of: SingleWave, rates: Rates) -> float:
     b_rows = of.taps * ceil_div(of.n, BOX_ROWS) * BOX_ROWS
     copied = a_kb + b_rows * LINE_BYTES / 1e3 * (rates.apart_b if of.apart[1] else 1.0)
     products = of.taps * of.m * of.n * LINE_BYTES / SM_FLOPS * 1e6
+    copied *= of.parts
+    products *= of.parts * (of.parts + 1) // 2
     step = max(
         sharing * copied / rates.copied,
         sharing * products / rates.products,

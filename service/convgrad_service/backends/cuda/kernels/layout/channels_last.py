@@ -27,7 +27,7 @@ CHUNK_BYTES = 16
 
 COPIES = (Transpose(), RowCopy(), StridedCopy())
 # Kernels that use programmatic dependent launch.
-WAITING = ("transpose", "transpose_planes", "transpose_runs", "row_copy", "row_pack")
+WAITING = ("transpose", "transpose_planes", "transpose_runs", "row_copy", "row_pack", "float_parts")
 # Cache line of a GPU.
 LINE_BYTES = 128
 

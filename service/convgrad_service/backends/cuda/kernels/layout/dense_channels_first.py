@@ -18,11 +18,15 @@ from convgrad_service.backends.cuda.kernels.layout.channels_first import (
     ThroughChannelsLast,
 )
 from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES
+from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.families import Family
+from convgrad_service.plans.cuda.program import Fragment
 from convgrad_service.plans.cuda.works import ConvWork, Copy, Operand, contiguous_strides
 
 __all__ = ["ResultThroughChannelsLast"]
 
+# Of a copy's launch, and bytes that it reads and writes per second.
+COPY_S, COPY_BYTES_S = 2e-6, 3e12
 # Elements of a weight below which a second launch takes as long as strided stores.
 LEAST_WEIGHT = 1 << 18
 
@@ -33,11 +37,32 @@ class ResultThroughChannelsLast(ThroughChannelsLast[ConvWork]):
     _overlaps = True
 
     def __init__(
-        self, inner: Family[ConvWork], copies: Sequence[Family[Copy]], *, anywhere: bool = False
+        self,
+        inner: Family[ConvWork],
+        copies: Sequence[Family[Copy]],
+        *,
+        anywhere: bool = False,
+        timed: bool = False,
     ) -> None:
-        """``anywhere``: also apply where this is not faster."""
+        """Create the family.
+
+        Parameters
+        ----------
+        anywhere
+            Also apply where this is not faster.
+        timed
+            Predicted times include the copies'.
+        """
         super().__init__(inner, copies)
-        self._anywhere = anywhere
+        self._anywhere, self._timed = anywhere, timed
+
+    def fragment(self, work: ConvWork, device: CudaDevice, last: LastWork[ConvWork]) -> Fragment:
+        found = super().fragment(work, device, last)
+        if not self._timed or found.expected_s is None:
+            return found
+        copied = [one.workspace.size_bytes for one in last.tensors.values() if one.copied]
+        copies_s = COPY_S * len(copied) + 2 * sum(copied) / COPY_BYTES_S
+        return replace(found, expected_s=found.expected_s + copies_s)
 
     def _last(self, work: ConvWork) -> LastWork[ConvWork] | str:
         if work.groups != 1:

@@ -1,4 +1,4 @@
-"""Dense float32 weight gradients of ``precision: high``: as planned, and by bfloat16 parts."""
+"""Dense float32 weight gradients: as planned, and by bfloat16 parts."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 
 from convgrad_service.backends.base import Backend
 from convgrad_service.backends.cuda.families import FAMILIES
-from convgrad_service.backends.cuda.kernels.conv.bf16x3_weight import Bf16x3Weight
 from convgrad_service.backends.cuda.kernels.conv.hopper_weight import HopperWeight
+from convgrad_service.backends.cuda.kernels.conv.split_weight import SplitWeight
 from tests.emulator.backend import EmulatedBackend, works_here
 from tests.support.kernels.harness import ROUNDED, answers, check, gates, with_layouts
 from tests.support.numerics.arrays import DTYPES, Arrays, draw, normals, rng_for
@@ -26,14 +26,14 @@ GEOMETRIES = {
     "channels_67_to_131": Conv(1, 67, 131, (7, 6), (3, 3), padding=1),
     "channels_36_to_20": Conv(2, 36, 20, (5, 6), (3, 3), padding=1),
     "strided": Conv(2, 40, 72, (9, 10), (3, 3), 2, 1),
+    "strided_pointwise": Conv(2, 40, 32, (9, 8), (1, 1), 2),
+    "strided_columns": Conv(2, 24, 64, (7, 9), (3, 1), 2, (1, 0)),
     "pointwise": Conv(3, 64, 128, (7, 7), (1, 1)),
     "1d": Conv(2, 64, 64, (50,), (3,), padding=4, dilation=4),
     "3d": Conv(1, 32, 32, (4, 5, 6), (3, 3, 3), padding=1),
 }
-CASES = {
-    name: FROM_CONV[OPERATION](name, conv).with_params("high", precision="high")
-    for name, conv in GEOMETRIES.items()
-}
+CASES = {name: FROM_CONV[OPERATION](name, conv) for name, conv in GEOMETRIES.items()}
+HIGH = {name: case.with_params("high", precision="high") for name, case in CASES.items()}
 EPILOGUE = [case for case in EPILOGUES if case.operation == OPERATION and case.groups == 1]
 # What products of parts cost: the product of the low parts, and the rounding of each.
 SPLIT = 3 * 2.0**-16
@@ -43,7 +43,7 @@ emulation = pytest.mark.skipif(not works_here(), reason="the emulator is written
 
 @pytest.fixture(scope="module")
 def by_parts() -> EmulatedBackend:
-    family = Bf16x3Weight(HopperWeight(1), everywhere=True)
+    family = SplitWeight(HopperWeight(1))
     return EmulatedBackend(replace(FAMILIES, bwd_weight=(family,)))
 
 
@@ -73,36 +73,51 @@ def bounded(backend: Backend, case: Case, tensors: Arrays, c: float, what: str) 
 
 @pytest.mark.parametrize("name", ["plain", "channels_36_to_20", "3d"])
 def test_far_apart(backend: Backend, seed: int, name: str) -> None:
-    bounded(backend, CASES[name], far_apart(CASES[name], seed), ROUNDED, f"seed {seed}, {name}")
+    bounded(backend, HIGH[name], far_apart(HIGH[name], seed), ROUNDED, f"seed {seed}, {name}")
 
 
 @emulation
 @pytest.mark.parametrize("name", CASES)
-def test_emulated(by_parts: EmulatedBackend, seed: int, name: str) -> None:
+def test_emulated_high(by_parts: EmulatedBackend, seed: int, name: str) -> None:
     case = CASES[name]
     gates(by_parts, seed, case, "tf32", with_layouts(case.ndim, grouped=False))
-    bounded(by_parts, case, far_apart(case, seed), SPLIT, f"seed {seed}, {name}")
+    bounded(by_parts, HIGH[name], far_apart(case, seed), SPLIT, f"seed {seed}, {name}")
 
 
 @emulation
+@pytest.mark.parametrize("name", CASES)
+def test_emulated_highest(by_parts: EmulatedBackend, seed: int, name: str) -> None:
+    case = CASES[name]
+    gates(by_parts, seed, case, "float32", with_layouts(case.ndim, grouped=False))
+    bounded(by_parts, case, far_apart(case, seed), 0.0, f"seed {seed}, {name}")
+
+
+@emulation
+@pytest.mark.parametrize("dtype", ["tf32", "float32"])
 @pytest.mark.parametrize("case", EPILOGUE, ids=lambda case: case.id)
-def test_emulated_epilogues(by_parts: EmulatedBackend, seed: int, case: Case) -> None:
-    gates(by_parts, seed, case, "tf32", [last_layout(case)])
+def test_emulated_epilogues(by_parts: EmulatedBackend, seed: int, case: Case, dtype: str) -> None:
+    gates(by_parts, seed, case, dtype, [last_layout(case)])
 
 
 @emulation
-def test_emulated_largest(by_parts: EmulatedBackend, seed: int) -> None:
+@pytest.mark.parametrize(("cases", "c"), [(HIGH, SPLIT), (CASES, 0.0)])
+def test_emulated_largest(
+    by_parts: EmulatedBackend, seed: int, cases: dict[str, Case], c: float
+) -> None:
     """Elements that round to infinity in bfloat16 have finite parts."""
-    case = CASES["pointwise"]
+    case = cases["pointwise"]
     rng = rng_for(seed, case.id, "largest")
     tensors = draw(case, rng, DTYPES["float32"], normals)
     tensors["input"][:, ::2] = np.finfo(np.float32).max
     tensors["grad_output"] *= np.float32(2.0**-20)
-    bounded(by_parts, case, tensors, SPLIT, f"seed {seed}")
+    bounded(by_parts, case, tensors, c, f"seed {seed}")
 
 
 @emulation
+@pytest.mark.parametrize("cases", [HIGH, CASES])
 @pytest.mark.parametrize("name", ["plain", "channels_67_to_131"])
-def test_emulated_nonfinite(by_parts: EmulatedBackend, seed: int, name: str) -> None:
-    case = CASES[name]
+def test_emulated_nonfinite(
+    by_parts: EmulatedBackend, seed: int, name: str, cases: dict[str, Case]
+) -> None:
+    case = cases[name]
     check_rule(by_parts, seed, case, "float32", last_layout(case), ROUNDED)

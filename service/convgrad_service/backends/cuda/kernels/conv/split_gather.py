@@ -1,0 +1,95 @@
+"""Dense fprop and dgrad of true float32 on Hopper, as products of bfloat16 parts.
+
+Both operands are split into three parts (float_parts.py), whose six largest products `HopperGather`
+computes and sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from convgrad.dtypes import DType
+from convgrad_service.backends.cuda.kernels.conv.float_parts import (
+    PARTS,
+    FloatTensor,
+    float_parts,
+    of_pixels_read,
+    parts_instances,
+    why_not_parts,
+)
+from convgrad_service.backends.cuda.kernels.conv.hopper_gather import HopperGather
+from convgrad_service.backends.cuda.kernels.core.limits import Requirements
+from convgrad_service.plans.cuda.device import CudaDevice
+from convgrad_service.plans.cuda.program import Fragment, Instance
+from convgrad_service.plans.cuda.works import ConvWork, Operand
+
+__all__ = ["SplitGather"]
+
+NEEDS = Requirements((DType.FLOAT32,), hopper=True)
+
+
+class SplitGather:
+    """fwd and bwd_data of ungrouped float32 layers with ``precision: highest`` on sm_90a, in any
+    layout.
+
+    Splitting moves 2.5 times the operands' bytes, so it is for layers of many products.
+    """
+
+    name = "split_gather"
+
+    def __init__(self, product: HopperGather | None = None) -> None:
+        """``product`` computes the products of parts."""
+        self._product = product or HopperGather(parts=PARTS["highest"])
+
+    def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
+        if (reason := NEEDS.why_not(work, device)) is not None:
+            return reason
+        if work.precision == "high":
+            return "TF32 is faster, and precise enough for what was requested"
+        work = _forward_read(work)
+        if (reason := why_not_parts(_tensors(work))) is not None:
+            return reason
+        return self._product.why_not(_of_parts(work), device)
+
+    def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
+        work = _forward_read(work)
+        split = float_parts(
+            *_tensors(work), PARTS["highest"], f"{work.prefix}parts_", device, weighted=True
+        )
+        product = self._product.launches(_of_parts(work), device)
+        time_s = product.expected_s
+        return replace(
+            product,
+            kernel=f"{self.name}_{product.kernel}",
+            steps=(*split.steps, *product.steps),
+            workspace=(*split.workspace, *product.workspace),
+            expected_s=None if time_s is None else time_s + split.expected_s,
+        )
+
+    def instances(self) -> Iterable[Instance]:
+        return [*parts_instances(), *self._product.instances()]
+
+
+def _tensors(work: ConvWork) -> tuple[FloatTensor, FloatTensor]:
+    """Return the operands to split: the source, and the weight with out channels as images."""
+    prefix = f"{work.prefix}parts_"
+    _, k, c, *kernel = work.w.strides
+    weight = Operand(work.w.buffer, work.w.dtype, (k, 0, c, kernel[0], kernel[1], kernel[2]))
+    return (
+        FloatTensor(work.sides[0], work.batch, work.channels[0], work.sizes[0], f"{prefix}source"),
+        FloatTensor(weight, work.out_channels, work.in_channels, work.kernel, f"{prefix}weight"),
+    )
+
+
+def _forward_read(work: ConvWork) -> ConvWork:
+    return of_pixels_read(work) if work.direction == "fwd" else work
+
+
+def _of_parts(work: ConvWork) -> ConvWork:
+    """Return the work on the first parts of the operands."""
+    source, weight = (tensor.part for tensor in _tensors(work))
+    k, _, c, *kernel = weight.strides
+    weight = replace(weight, strides=(0, k, c, kernel[0], kernel[1], kernel[2]))
+    x, y = (work.x, source) if work.direction == "bwd_data" else (source, work.y)
+    return replace(work, dtype=DType.BFLOAT16, x=x, y=y, w=weight, follows=True)
