@@ -39,15 +39,17 @@ TF32 = 2.0**-10  # error of rounding the factors
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_right(seed: int, case: Case, way: str, gate: str) -> None:
-    for dtype in ("bfloat16", "float32") if way in ("alone", "both") else ("bfloat16",):
-        high = dtype == "float32"
+    kinds = [("bfloat16", "highest"), ("float32", "highest")]
+    if way in ("alone", "both"):
+        kinds.append(("float32", "high"))
+    backend = EmulatedBackend(implicit_gemm(WAYS[way]))
+    for dtype, precision in kinds:
         tensors, wanted = drawn(seed, case, dtype, gate)
-        posed = case.with_params("high", precision="high") if high else case
-        backend = EmulatedBackend(implicit_gemm(WAYS[way]))
+        posed = case.with_params(precision, precision=precision)
         for layout in with_layouts(case.ndim, grouped=False)[-2:]:
             found = answers(backend, posed, tensors, layout)
-            what = f"seed {seed}, {case.id} {dtype} {layout}"
-            check(found, wanted, gate, what, TF32 if high else 0.0)
+            what = f"seed {seed}, {case.id} {dtype} {precision} {layout}"
+            check(found, wanted, gate, what, TF32 if precision == "high" else 0.0)
 
 
 @pytest.mark.parametrize("op", FROM_CONV)

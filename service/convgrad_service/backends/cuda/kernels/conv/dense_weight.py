@@ -42,7 +42,7 @@ from convgrad_service.plans.cuda.program import (
 )
 from convgrad_service.plans.cuda.works import ConvWork, Operand, contiguous_strides
 
-__all__ = ["DenseWeight", "weight_expected_s"]
+__all__ = ["DenseWeight", "least_terms", "weight_expected_s"]
 
 SPAN_BYTES = 32
 # flat_sum.cu: results per thread, threads per block, the most slices of a block, and the fewest
@@ -74,7 +74,7 @@ class DenseWeight(DenseFamily):
                 f"{work.out_channels} channels x {work.in_channels} channels of {work.taps} taps a "
                 "group would leave most of a tile"
             )
-        if (reason := why_not_few_terms(work, _least_terms(work))) is not None:
+        if (reason := why_not_few_terms(work, least_terms(work))) is not None:
             return reason
         if max(work.pixels, work.taps * (work.in_channels + 16)) > MAX_PIXELS:
             return f"the pixels, or the taps x channels, are more than {MAX_PIXELS}"
@@ -306,7 +306,7 @@ def _shared_bytes(work: ConvWork, tile: DenseTile, int64: bool) -> int:
     )
 
 
-def _least_terms(work: ConvWork) -> int:
+def least_terms(work: ConvWork) -> int:
     """Return the fewest products of any non-empty sum."""
 
     def outputs_of(dim: int, tap: int) -> int:

@@ -6,18 +6,23 @@
 //   dgrad   pixels of a phase of the       input channels          taps of the phase x output channels
 //           input
 //   wgrad   output channels                taps x input channels   pixels of the output
-// Channels of a tap are padded to 16-byte chunks, in K and (wgrad) in N. Groups are a batch dimension.
+// Channels of a tap are padded to 16-byte chunks, in K and (wgrad) in N. With PLANES, tensors are channels first
+// in float32, and taps are faster than channels, which are not padded. Groups are a batch dimension.
+//
+// With SPLIT, products of float32 are three of TF32 (core/split_tf32.cuh).
 //
 // Grid: blocks of a cluster (fastest), column tiles, row tiles; groups; workspace splits, then phases.
 // Block: a kM x kN tile (core/mma_multistage.cuh). K is split among the blocks of a cluster, which reduce
 //   through distributed shared memory in the order of their ranks, and, where that is not enough, among
 //   clusters, which leave partial sums in a workspace: the last block to arrive reduces them in the order of
 //   clusters.
-// Shared memory (dynamic): the pipeline's stages, reused by the reduction; mbarrier.
+// Shared memory (dynamic): mbarrier and flags of SPLIT; the pipeline's stages, reused by the reduction.
 // Preconditions: channels of the source, of the weight's inner dimension and of grad_output are contiguous, in
-//   aligned vectors of VECTOR bytes; counters are zero.
+//   aligned vectors of VECTOR bytes. With PLANES instead: an image of the source below 2^31 bytes, up to ten
+//   taps along a dimension, and wgrad's result contiguous as (channels, taps). Counters are zero.
 // Determinism: one order of additions, decided by the launch.
 // Limits: pixels of a phase and K below 2^31; 64-bit offsets.
+#include "conv/implicit_gemm_planes.cuh"
 #include "conv/implicit_gemm_result.cuh"
 #include "core/cluster_reduce.cuh"
 #include "core/mma_multistage.cuh"
@@ -27,25 +32,28 @@ using namespace convgrad;
 
 namespace {
 
+template <bool kFirst, class A, class B>
+struct Either {
+  using type = A;
+};
+template <class A, class B>
+struct Either<false, A, B> {
+  using type = B;
+};
+
 // The operand loaders of fprop and dgrad: pixels and weights.
 template <class Gemm, Operation kOperation, int kVector>
 struct GatherLoads {
   using T = typename Gemm::T;
-  static constexpr bool kForward = kOperation == Operation::kFprop;
-  template <bool kFirst, class A, class B>
-  struct Either {
-    using type = A;
-  };
-  template <class A, class B>
-  struct Either<false, A, B> {
-    using type = B;
-  };
-  using Weights = typename Either<
-      kForward, WeightRows<T, typename Gemm::TileB, Gemm::kThreads, kVector>,
-      WeightColumns<T, typename Gemm::TileB, Gemm::kThreads, kVector>>::type;
+  using Pixels = PixelRows<T, typename Gemm::TileA, Gemm::kThreads, kVector>;
+  using Weights = typename Either<kOperation == Operation::kFprop,
+                                  WeightRows<T, typename Gemm::TileB, Gemm::kThreads, kVector>,
+                                  WeightColumns<T, typename Gemm::TileB, Gemm::kThreads, kVector>>::type;
+  static constexpr int kWords = 4, kFirst = Pixels::Own::kCount, kCopies = kFirst + Weights::Own::kCount;
+  static_assert(!Gemm::kSplit || (Pixels::Own::kAll && Weights::Own::kAll), "each thread copies");
 
   const Phases& phases;
-  PixelRows<T, typename Gemm::TileA, Gemm::kThreads, kVector> pixels;
+  Pixels pixels;
   Weights weights;
 
   __device__ __forceinline__ GatherLoads(const ImplicitGemmArgs& args, const Phases& phases,
@@ -54,6 +62,9 @@ struct GatherLoads {
         pixels(args, phases, group, row, rows, first_step),
         weights(args, phases, group, column, first_step) {}
 
+  __device__ __forceinline__ u32 own(int i) const {
+    return i < kFirst ? pixels.at(i) : Gemm::TileA::kBytes + weights.at(i - kFirst);
+  }
   __device__ __forceinline__ void operator()(u32 stage) {
     pixels.load(stage, phases);
     weights.load(stage + Gemm::TileA::kBytes, phases);
@@ -64,38 +75,35 @@ struct GatherLoads {
 template <class Gemm, int kVector>
 struct WgradLoads {
   using T = typename Gemm::T;
-  GradientPixels<T, typename Gemm::TileA, Gemm::kThreads, kVector> gradient;
-  TapColumns<T, typename Gemm::TileB, Gemm::kThreads, kVector> input;
+  using Gradient = GradientPixels<T, typename Gemm::TileA, Gemm::kThreads, kVector>;
+  using Input = TapColumns<T, typename Gemm::TileB, Gemm::kThreads, kVector>;
+  static constexpr int kWords = 4, kFirst = Gradient::Own::kCount, kCopies = kFirst + Input::Own::kCount;
+  static_assert(!Gemm::kSplit || (Gradient::Own::kAll && Input::Own::kAll), "each thread copies");
+
+  Gradient gradient;
+  Input input;
 
   __device__ __forceinline__ WgradLoads(const ImplicitGemmArgs& args, const Phases& phases,
                                         int group, int row, int pixels, int column, int first_step)
       : gradient(args, phases, group, row, first_step, pixels),
         input(args, phases, group, column, first_step, pixels) {}
 
+  __device__ __forceinline__ u32 own(int i) const {
+    return i < kFirst ? gradient.at(i) : Gemm::TileA::kBytes + input.at(i - kFirst);
+  }
   __device__ __forceinline__ void operator()(u32 stage) {
     gradient.load(stage);
     input.load(stage + Gemm::TileA::kBytes);
   }
 };
 
-template <class Gemm, Operation kOperation>
-struct LoadsOf;
-template <class Gemm>
-struct LoadsOf<Gemm, Operation::kFprop> {
-  using type = GatherLoads<Gemm, Operation::kFprop, VECTOR>;
-};
-template <class Gemm>
-struct LoadsOf<Gemm, Operation::kDgrad> {
-  using type = GatherLoads<Gemm, Operation::kDgrad, VECTOR>;
-};
-template <class Gemm>
-struct LoadsOf<Gemm, Operation::kWgrad> {
-  using type = WgradLoads<Gemm, VECTOR>;
-};
-
 constexpr Operation kOperation = Operation::OPERATION;
-using Gemm = MmaMultistage<ELEMENT, BM, BN, WM, WN, STAGES, kOperation == Operation::kWgrad,
-                           kOperation != Operation::kFprop>;
+constexpr bool kWgrad = kOperation == Operation::kWgrad, kPlanes = PLANES;
+using Gemm = MmaMultistage<ELEMENT, BM, BN, WM, WN, STAGES, kWgrad != kPlanes,
+                           kOperation != Operation::kFprop && !kPlanes, SPLIT>;
+using Loads = typename Either<
+    kWgrad, typename Either<kPlanes, PlaneWgrad<Gemm>, WgradLoads<Gemm, VECTOR>>::type,
+    typename Either<kPlanes, PlaneGather<Gemm>, GatherLoads<Gemm, kOperation, VECTOR>>::type>::type;
 using Reduce = ClusterReduce<Gemm>;
 
 // Calls each(index, fragment, fragment_row, row, column) for this thread's part of the owned fragments:
@@ -144,7 +152,7 @@ extern "C" __global__ void __launch_bounds__(Gemm::kThreads, BLOCKS)
   using T = ELEMENT;
   extern __shared__ uint4 shared[];
   char* const base = reinterpret_cast<char*>(shared);
-  // The pipeline follows the mbarrier. Without a cluster, the reduction reuses its memory.
+  // The pipeline follows the mbarrier and the flags. Without a cluster, the reduction reuses its memory.
   char* const ring = base + 128;
   char* const room = args.cluster_log == 0 ? ring : ring + args.ring_bytes;
 
@@ -159,23 +167,23 @@ extern "C" __global__ void __launch_bounds__(Gemm::kThreads, BLOCKS)
   // fprop and wgrad have one phase, at constant offsets in the kernel parameters.
   const Phases phases(args, kOperation == Operation::kDgrad ? phase : 0);
   const int pixels = args.batch * phases.d->count * phases.h->count * phases.w->count;
-  const int row_end = kOperation == Operation::kWgrad ? args.rows : pixels;
+  const int row_end = kWgrad ? args.rows : pixels;
 
   // This block's range of k-tiles.
-  const int all_steps = kOperation == Operation::kWgrad
-                            ? (pixels + Gemm::kTileK - 1) / Gemm::kTileK
-                            : (phases.taps() * args.tap_chunks + 7) / 8;
+  const int all_steps = kWgrad    ? (pixels + Gemm::kTileK - 1) / Gemm::kTileK
+                        : kPlanes ? (phases.taps() * args.source_channels + Gemm::kTileK - 1) / Gemm::kTileK
+                                  : (phases.taps() * args.tap_chunks + 7) / 8;
   const int splits = args.workspace << args.cluster_log;
   const int each = divide(all_steps + splits - 1, args.by_splits);
   const int begin = min(static_cast<int>((part << args.cluster_log) + rank) * each, all_steps);
   const int steps = row < row_end ? min(each, all_steps - begin) : 0;
 
-  typename LoadsOf<Gemm, kOperation>::type load(args, phases, group, row, pixels, column, begin);
+  Loads load(args, phases, group, row, pixels, column, begin);
   const Reduce reduce(room, shared_address(base), rank, args.cluster_log);
   reduce.prepare();
   wait_on_dependent_grids();
   typename Gemm::Accumulators sums = {};
-  Gemm::run(sums, shared_address(ring), steps, load);
+  Gemm::run(sums, shared_address(ring), steps, load, reinterpret_cast<ScalingFlags*>(base + 16));
   launch_dependent_grids();
   reduce.exchange(sums);
 
@@ -218,7 +226,7 @@ extern "C" __global__ void __launch_bounds__(Gemm::kThreads, BLOCKS)
     }
 #pragma unroll
     for (int first = 0; first < 8; first += kRun) {
-      const ResultColumns<kOperation, T> columns(args, phases, group, column + c + first);
+      const ResultColumns<kOperation, T, kPlanes> columns(args, phases, group, column + c + first);
 #pragma unroll 1
       for (int half = 0; half < 2; ++half) {
         const int at = row + r + half * 8;

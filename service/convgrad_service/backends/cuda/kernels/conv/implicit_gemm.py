@@ -8,7 +8,18 @@ from math import prod
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
-from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_args import MAX_PHASES, arguments
+from convgrad_service.backends.cuda.kernels.conv.dense_tiles import (
+    MAX_INDEX,
+    uses_3xtf32,
+    why_not_few_terms,
+)
+from convgrad_service.backends.cuda.kernels.conv.dense_weight import least_terms
+from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_args import (
+    MAX_PHASES,
+    MAX_PLANE_TAPS,
+    arguments,
+    taps_follow_channels,
+)
 from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_model import (
     candidate_configs,
     choose_config,
@@ -17,6 +28,7 @@ from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_model import (
 from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_tiles import (
     CHUNK_BYTES,
     Config,
+    Copies,
     Gemm,
     Tile,
     tiles_of,
@@ -47,23 +59,36 @@ OPERATIONS = {"fwd": "kFprop", "bwd_data": "kDgrad", "bwd_weight": "kWgrad"}
 LEAST_VECTOR = 4
 VECTORS = (16, 8, 4)
 """Bytes per cp.async."""
+WHOLE_CHUNKS = Copies(CHUNK_BYTES)
+COPIES = {
+    False: [Copies(vector) for vector in VECTORS],
+    True: [
+        copies
+        for split in (False, True)
+        for copies in (
+            *(Copies(vector, split) for vector in VECTORS),
+            Copies(LEAST_VECTOR, split, True),
+        )
+    ],
+}
+"""All, by whether elements are float32."""
 COUNTERS = ZEROS_BYTES // 4
 
 
 @dataclass(frozen=True, slots=True)
 class _Operands:
-    """The two inputs in the kernel's order, and the bytes per cp.async."""
+    """The two inputs in the kernel's order, and how threads copy them."""
 
     source: Prepared
     other: Prepared
-    vector: int
+    copies: Copies
 
 
 class ImplicitGemm:
-    """fwd, bwd_data and bwd_weight on tensor cores, in 16-bit types or TF32.
+    """fwd, bwd_data and bwd_weight on tensor cores, in 16-bit types, TF32 and true float32.
 
     Its prologue is short. It is for layers too small for large tiles, and for those that no other
-    kernel takes.
+    kernel takes. Channels first, it reads float32 in place.
     """
 
     name = "implicit_gemm"
@@ -92,8 +117,9 @@ class ImplicitGemm:
             return reason
         if work.dtype not in self._dtypes:
             return f"{work.dtype.value} is left to other families"
-        if work.dtype is DType.FLOAT32 and work.precision != "high":
-            return "TF32 is less precise than the float32 that was requested"
+        terms = least_terms(work) if work.direction == "bwd_weight" else work.channels[0]
+        if (reason := why_not_few_terms(work, terms)) is not None:
+            return reason
         if min(work.in_channels, work.out_channels) < self._least:
             return f"{work.in_channels} to {work.out_channels} channels would leave most of a chunk"
         if work.split_k is not None and work.split_k > 1:
@@ -109,7 +135,7 @@ class ImplicitGemm:
     def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
         axes = [gather_axis(gathering(work), dim) for dim in range(3)]
         operands = _operands(work, device)
-        gemm = gemm_of(work, axes, operands.vector)
+        gemm = gemm_of(work, axes, operands.copies)
         if self._config is None:
             time_s, config = choose_config(gemm, work.dtype, device, COUNTERS)
         else:
@@ -125,7 +151,7 @@ class ImplicitGemm:
             workspace.append(Workspace(partials, size))
         args = arguments(work, operands.source.operand, operands.other.operand, axes, gemm, config)
         launch = Launch(
-            _instance(tile, work.dtype, work.direction, operands.vector),
+            _instance(tile, gemm, work.dtype, work.direction),
             (tiles * config.cluster, work.groups, len(gemm.phases) * config.workspace),
             (tile.threads, 1, 1),
             pack(
@@ -152,24 +178,24 @@ class ImplicitGemm:
 
     def tuned(self, config: str, work: ConvWork, device: CudaDevice) -> ImplicitGemm | None:
         axes = [gather_axis(gathering(work), dim) for dim in range(3)]
-        gemm = gemm_of(work, axes, _operands(work, device).vector)
+        gemm = gemm_of(work, axes, _operands(work, device).copies)
         every = candidate_configs(gemm, work.dtype, device, COUNTERS)
         found = next((one for one in every if str(one) == config), None)
         return None if found is None else ImplicitGemm(found, self._dtypes, self._least)
 
     def instances(self) -> Iterable[Instance]:
         return [
-            _instance(tile, dtype, direction, vector)
+            Instance.of("conv/implicit_gemm.cu", **tile.defines(dtype, operation, copies))
             for dtype in self._dtypes
-            for direction in OPERATIONS
-            for vector in VECTORS
-            for tile in tiles_of(dtype, vector, weight=direction == "bwd_weight")
+            for direction, operation in OPERATIONS.items()
+            for copies in COPIES[dtype is DType.FLOAT32]
+            for tile in tiles_of(dtype, copies, weight=direction == "bwd_weight")
         ]
 
 
-def gemm_of(work: ConvWork, axes: list[Axis], vector: int = CHUNK_BYTES) -> Gemm:
-    """Return the GEMM of a convolution whose operands are copied in vectors of so many bytes."""
-    chunk = CHUNK_BYTES // work.dtype.itemsize
+def gemm_of(work: ConvWork, axes: list[Axis], copies: Copies = WHOLE_CHUNKS) -> Gemm:
+    """Return the GEMM of a convolution whose operands are copied in this way."""
+    chunk = 1 if copies.planes else CHUNK_BYTES // work.dtype.itemsize
     source, result = work.channels
     moved = work.elements * work.dtype.itemsize
     tap_channels = ceil_div(source, chunk) * chunk
@@ -177,14 +203,14 @@ def gemm_of(work: ConvWork, axes: list[Axis], vector: int = CHUNK_BYTES) -> Gemm
     if work.direction == "bwd_weight":
         phases = ((work.out_channels, work.pixels),)
         columns = work.taps * tap_channels
-        return Gemm(phases, columns, work.groups, moved, True, irregular, vector)
+        return Gemm(phases, columns, work.groups, moved, True, irregular, copies)
     found = tuple(
         (work.batch * d.count * h.count * w.count, d.taps * h.taps * w.taps * tap_channels)
         for d in axes[0].phases
         for h in axes[1].phases
         for w in axes[2].phases
     )
-    return Gemm(found, result, work.groups, moved, False, irregular, vector)
+    return Gemm(found, result, work.groups, moved, False, irregular, copies)
 
 
 def gathering(work: ConvWork) -> ConvWork:
@@ -194,6 +220,14 @@ def gathering(work: ConvWork) -> ConvWork:
 
 def _operands(work: ConvWork, device: CudaDevice) -> _Operands:
     """Return the inputs, or channels-last copies of those that no vector can load."""
+    split = uses_3xtf32(work)
+    if reads_planes(work):
+        first, second = {
+            "fwd": (work.x, work.w),
+            "bwd_data": (work.y, work.w),
+            "bwd_weight": (work.x, work.y),
+        }[work.direction]
+        return _Operands(Prepared(first), Prepared(second), Copies(LEAST_VECTOR, split, True))
     vectors = []
 
     def ready(operand: Operand, extents: tuple[int, ...], copied: Prepared) -> Prepared:
@@ -215,7 +249,29 @@ def _operands(work: ConvWork, device: CudaDevice) -> _Operands:
         source = activation(*(y if work.direction == "bwd_data" else x))
         extents = work.groups, work.out_channels, work.in_channels, *work.kernel
         other = ready(work.w, extents, prepare_weight(work, device))
-    return _Operands(source, other, min(vectors, default=CHUNK_BYTES))
+    return _Operands(source, other, Copies(min(vectors, default=CHUNK_BYTES), split))
+
+
+def reads_planes(work: ConvWork) -> bool:
+    """Return whether the kernel reads the operands in place, channels first."""
+    if work.dtype is not DType.FLOAT32 or max(work.kernel) > MAX_PLANE_TAPS:
+        return False
+    x, y = (work.x, work.in_channels, work.input), (work.y, work.out_channels, work.output)
+    weight = work.direction == "bwd_weight"
+    if weight and not taps_follow_channels(work):
+        return False
+    source = y if work.direction == "bwd_data" else x
+    for operand, _, size in (x, y) if weight else (source,):
+        if operand.strides[2] == 1 or (operand.strides[5] != 1 and size[2] > 1):
+            return False
+    operand, channels, size = source
+    reach = channels * operand.strides[2] + sum(
+        (extent + 2 * kernel * dilation) * stride
+        for extent, kernel, dilation, stride in zip(
+            size, work.kernel, work.dilation, operand.strides[3:], strict=True
+        )
+    )
+    return reach < MAX_INDEX // DType.FLOAT32.itemsize
 
 
 def vector_of(operand: Operand, extents: tuple[int, ...]) -> int:
@@ -234,7 +290,7 @@ def vector_of(operand: Operand, extents: tuple[int, ...]) -> int:
     return next(fitting, 0)
 
 
-def _instance(tile: Tile, dtype: DType, direction: str, vector: int) -> Instance:
+def _instance(tile: Tile, gemm: Gemm, dtype: DType, direction: str) -> Instance:
     return Instance.of(
-        "conv/implicit_gemm.cu", **tile.defines(dtype, OPERATIONS[direction], vector)
+        "conv/implicit_gemm.cu", **tile.defines(dtype, OPERATIONS[direction], gemm.copies)
     )

@@ -140,7 +140,7 @@ def expected_s(gemm: Gemm, dtype: DType, config: Config, device: CudaDevice) -> 
 
     block_latency = rates.block + rates.block_size * size / warps
     block_latency += rates.block_irregular if gemm.irregular else 0.0
-    copies = COPIES[gemm.vector]
+    copies = COPIES[gemm.copies.vector]
     block_latency += steps * (rates.step * irregular * copies + rates.step_size * size / warps)
     copied = (tile.m + tile.n) * STEP_BYTES * MULTIPROCESSORS / 1e6 / rates.l2
     work = max(rates.size * size + rates.warps * warps * irregular, copied) * copies
@@ -169,7 +169,7 @@ def candidate_configs(
     """Yield the configurations with at least one k-tile per block and enough ``counters``."""
     steps = gemm.steps(dtype)
     clusters = CLUSTERS if device.capability >= (9, 0) else CLUSTERS[:1]
-    for tile in tiles_of(dtype, gemm.vector, weight=gemm.weight):
+    for tile in tiles_of(dtype, gemm.copies, weight=gemm.weight):
         tiles = gemm.tiles(tile) * gemm.groups * len(gemm.phases)
         fitting = [
             cluster

@@ -9,7 +9,8 @@ from convgrad.dtypes import DType
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import ceil_div
 
-__all__ = ["CHUNK_BYTES", "CLUSTERS", "STEP_BYTES", "TILES", "Config", "Gemm", "Tile", "tiles_of"]
+__all__ = ["CHUNK_BYTES", "CLUSTERS", "STEP_BYTES", "TILES", "Config", "Copies", "Gemm", "Tile"]
+__all__ += ["tiles_of"]
 
 STEP_BYTES = 128
 """Bytes along K of a k-tile."""
@@ -23,6 +24,25 @@ STAGES = 4
 BARRIER_BYTES = 128
 # ClusterReduce: a 16 x 8 fragment of accumulators, padded.
 FRAGMENT_BYTES, FRAGMENT_ELEMENTS = 656, 128
+
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """How threads copy operands, and multiply them.
+
+    Attributes
+    ----------
+    vector
+        Bytes of a copy.
+    split
+        Whether products of float32 are three of TF32 (``core/split_tf32.cuh``).
+    planes
+        Whether operands are channels first, in float32; copied by element.
+    """
+
+    vector: int
+    split: bool = False
+    planes: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +82,7 @@ class Tile:
         """Return the resident blocks per SM."""
         return min(self.blocks, device.fitting_blocks(self.shared_bytes(cluster, steps)))
 
-    def defines(self, dtype: DType, operation: str, vector: int) -> dict[str, object]:
+    def defines(self, dtype: DType, operation: str, copies: Copies) -> dict[str, object]:
         """Return the preprocessor macros of an instance."""
         return {
             "ELEMENT": dtype,
@@ -73,7 +93,9 @@ class Tile:
             "WN": self.warp_n,
             "STAGES": self.stages,
             "BLOCKS": self.blocks,
-            "VECTOR": vector,
+            "VECTOR": copies.vector,
+            "SPLIT": copies.split,
+            "PLANES": copies.planes,
         }
 
 
@@ -99,12 +121,12 @@ MENUS = {
     (True, 8): "128x64 32x32s6 32x64 64x128 64x32",
     (True, 4): "32x32s6 32x64 64x32",
 }
-TF32 = "128x16 32x32s6"
+FLOAT32 = {16: "128x16 128x64 32x32s6 64x32 64x64", 8: "128x16 32x32s6 64x64", 4: "128x16 32x32s6 64x32 64x64"}
 
 
-def tiles_of(dtype: DType, vector: int, *, weight: bool) -> list[Tile]:
-    """Return the tiles for a dtype and a vector size of copies in bytes, of wgrad or the others."""
-    menu = TF32 if dtype is DType.FLOAT32 else MENUS[weight, vector]
+def tiles_of(dtype: DType, copies: Copies, *, weight: bool) -> list[Tile]:
+    """Return the tiles for a dtype and a kind of copies, of wgrad or the others."""
+    menu = FLOAT32[copies.vector] if dtype is DType.FLOAT32 else MENUS[weight, copies.vector]
     return [tile for tile in TILES if str(tile) in menu.split()]
 
 
@@ -146,8 +168,8 @@ class Gemm:
         Whether it is wgrad.
     irregular
         Whether the kernel must compute pixel addresses from position and tap.
-    vector
-        Bytes of a copy, of which a chunk takes several if they are fewer than its own.
+    copies
+        How operands are copied.
     """
 
     phases: tuple[tuple[int, int], ...]
@@ -156,7 +178,7 @@ class Gemm:
     bytes: int
     weight: bool
     irregular: bool
-    vector: int = CHUNK_BYTES
+    copies: Copies = Copies(CHUNK_BYTES)
 
     @cached_property
     def rows(self) -> int:
