@@ -9,6 +9,7 @@ from tests.emulator.backend import EmulatedBackend, works_here
 from tests.support.kernels.cuda_backends import implicit_gemm
 from tests.support.kernels.harness import answers, check, drawn, with_layouts
 from tests.support.numerics.cases import EPILOGUES, FROM_CONV, Case, conv_cases
+from tests.support.numerics.geometries import Conv
 from tests.support.numerics.nonfinite import check_rule
 
 pytestmark = pytest.mark.skipif(not works_here(), reason="the emulator is written for x86-64")
@@ -24,7 +25,14 @@ NAMES = (
     "1d_causal",
     "3d_plain",
 )
+# Channels first, planes of 1x1 layers are copied by chunk, or only the weight's channels are.
+POINTWISE = {
+    "flat_planes": Conv(3, 68, 36, (6, 10), (1, 1)),
+    "odd_planes": Conv(2, 40, 36, (7, 7), (1, 1)),
+    "strided_planes": Conv(2, 40, 36, (9, 8), (1, 1), stride=2),
+}
 CASES = [case for op in FROM_CONV for case in conv_cases(op) if case.name in NAMES]
+CASES += [FROM_CONV[op](name, conv) for op in FROM_CONV for name, conv in POINTWISE.items()]
 TILE = {(tile.m, tile.n): tile for tile in reversed(TILES)}
 WAYS = {
     "alone": Config(TILE[64, 64]),
@@ -58,8 +66,11 @@ def test_narrow_tiles_of_float32(seed: int, op: str) -> None:
     (case,) = (case for case in conv_cases(op) if case.name == "channels_67")
     tensors, wanted = drawn(seed, case, "float32", "bounded")
     backend = EmulatedBackend(implicit_gemm(Config(TILE[128, 16])))
-    found = answers(backend, case.with_params("high", precision="high"), tensors, "NHWC")
-    check(found, wanted, "bounded", f"seed {seed}, {case.id}", TF32)
+    for precision, rounded in (("high", TF32), ("highest", 0.0)):
+        posed = case.with_params(precision, precision=precision)
+        for layout in ("NCHW", "NHWC"):
+            found = answers(backend, posed, tensors, layout)
+            check(found, wanted, "bounded", f"seed {seed}, {case.id} {layout}", rounded)
 
 
 NONFINITE_NAMES = ("plain", "padding_beyond_the_kernel", "channels_67", "groups_3_odd")

@@ -1,6 +1,7 @@
 """True float32 on tensor cores at both ends of its range: splitting factors loses no precision.
 
 Dense kernels split a factor into two TF32 numbers, those of first layers into three bfloat16.
+`implicit_gemm` reads channels last and first; sums are split among blocks.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ import pytest
 from convgrad_service.backends.base import Backend
 from convgrad_service.backends.cuda.backend import CudaBackend
 from convgrad_service.backends.cuda.families import FAMILIES
+from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_tiles import TILES, Config
 from convgrad_service.plans.cuda.families import Families
 from tests.emulator.backend import EmulatedBackend, works_here
-from tests.support.kernels.cuda_backends import dense
+from tests.support.kernels.cuda_backends import dense, implicit_gemm
 from tests.support.kernels.harness import answers, check
 from tests.support.numerics.arrays import DTYPES, Arrays, draw, normals, rng_for
 from tests.support.numerics.cases import FROM_CONV, Case
@@ -40,6 +42,7 @@ FIRST = {
     "first_wide": Conv(1, 3, 64, (9, 48), (3, 3), 2, 1),
 }
 OPERATIONS = ("conv_fwd", "conv_bwd_data", "grouped_conv_bwd_weight")
+IMPLICIT = Config(next(tile for tile in TILES if (tile.m, tile.n) == (64, 32)), 2, 2)
 # Sums of elements near the maximum, as in grad_bias, would overflow.
 ALONE = {"grouped_conv_bwd_weight": {"outputs": ("grad_weight",)}}
 CASES = [
@@ -50,9 +53,18 @@ CASES = [
 ]
 
 
-def families(case: Case) -> Families:
-    """Return the kernel families that split this case's factors."""
-    return FAMILIES if case.name.startswith("first") else dense()
+# Families by name, and a layout.
+WAYS = {
+    "dense": (dense(), "NHWC"),
+    "implicit_gemm": (implicit_gemm(IMPLICIT), "NHWC"),
+    "planes": (implicit_gemm(IMPLICIT), "NCHW"),
+    "first": (FAMILIES, "NHWC"),
+}
+POSED = [
+    pytest.param(case, *WAYS[way], id=f"{case.id}-{way}")
+    for case in CASES
+    for way in (["first"] if case.name in FIRST else ["dense", "implicit_gemm", "planes"])
+]
 
 
 def factors(tensors: Arrays) -> list[np.ndarray]:
@@ -95,20 +107,26 @@ KINDS = (tiny, tiny_by_large, tiny_image, tiny_here_and_there, near_the_largest)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("swapped", [False, True], ids=["first", "second"])
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize(("case", "families", "layout"), POSED)
 def test_ends_of_the_range(
-    place: Place, seed: int, case: Case, kind: Callable[..., None], swapped: bool
+    place: Place,
+    seed: int,
+    case: Case,
+    families: Families,
+    layout: str,
+    kind: Callable[..., None],
+    swapped: bool,
 ) -> None:
     rng = rng_for(seed, case.id, kind.__name__)
     tensors = draw(case, rng, DTYPES["float32"], normals)
     a, b = factors(tensors)[::-1] if swapped else factors(tensors)
     kind(a, b, rng)
     wanted = expected(case.operation, tensors, case.params)
-    found = answers(place(families=families(case)), case, tensors, "NHWC")
-    check(found, wanted, "bounded", f"seed {seed}, {case.id}")
+    found = answers(place(families=families), case, tensors, layout)
+    check(found, wanted, "bounded", f"seed {seed}, {case.id} {layout}")
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_nonfinite(place: Place, seed: int, case: Case) -> None:
-    check_rule(place(families=families(case)), seed, case, "float32", "NHWC")
+@pytest.mark.parametrize(("case", "families", "layout"), POSED)
+def test_nonfinite(place: Place, seed: int, case: Case, families: Families, layout: str) -> None:
+    check_rule(place(families=families), seed, case, "float32", layout)

@@ -125,7 +125,8 @@ __device__ __forceinline__ void multiply(float (&sum)[kRowFragments][kColumnPair
                                          Prepare&& prepare, Fetch&& fetch, Copy&& copy, Own&& own,
                                          ScalingFlags* flags) {
   constexpr int kStageBytes = TileA::kBytes + TileB::kBytes;
-  OperandScaling<kCopies, TileA::kBytes, TileB::kBytes> scaling;
+  constexpr int kACopies = kCopies * TileA::kBytes / kStageBytes;
+  OperandScaling<kACopies, kCopies - kACopies> scaling;
   if constexpr (kSplit) scaling.init(flags);
 #pragma unroll 1
   for (int stage = 0; stage < kStages - 1; ++stage) {

@@ -32,6 +32,44 @@ using namespace convgrad;
 
 namespace {
 
+// The loaders of both operands.
+template <class Gemm, class A, class B>
+struct Loads {
+  using OwnA = typename A::Own;
+  using OwnB = typename B::Own;
+  using Scaling = OperandScaling<OwnA::kCount, OwnB::kCount, OwnA::kWords, OwnB::kWords>;
+  static_assert(!Gemm::kSplit || (OwnA::kAll && OwnB::kAll), "each thread copies");
+
+  const Phases& phases;
+  A a;
+  B b;
+
+  __device__ __forceinline__ Loads(const ImplicitGemmArgs& args, const Phases& phases, int group,
+                                   int row, int pixels, int column, int first_step)
+      : phases(phases),
+        a(args, phases, group, row, pixels, first_step),
+        b(args, phases, group, column, pixels, first_step) {}
+
+  __device__ __forceinline__ u32 own(int i) const {
+    return i < OwnA::kCount ? a.at(i) : Gemm::TileA::kBytes + b.at(i - OwnA::kCount);
+  }
+  __device__ __forceinline__ void operator()(u32 stage) {
+    a.load(stage, phases);
+    b.load(stage + Gemm::TileA::kBytes, phases);
+  }
+};
+
+constexpr Operation kOperation = Operation::OPERATION;
+constexpr bool kWgrad = kOperation == Operation::kWgrad;
+constexpr bool kPlanes = PLANES != kNoPlanes, kFlat = PLANES == kFlatPlanes;
+// In dgrad, channels of the result are contiguous in the weight, except for several taps channels first.
+constexpr bool kWeightColumns = kOperation == Operation::kDgrad && (!kPlanes || VECTOR == 16);
+using Gemm = MmaMultistage<ELEMENT, BM, BN, WM, WN, STAGES, kWgrad != kPlanes,
+                           kWeightColumns || (kWgrad && !kPlanes), SPLIT>;
+using TileA = Gemm::TileA;
+using TileB = Gemm::TileB;
+constexpr int kThreads = Gemm::kThreads;
+
 template <bool kFirst, class A, class B>
 struct Either {
   using type = A;
@@ -40,70 +78,19 @@ template <class A, class B>
 struct Either<false, A, B> {
   using type = B;
 };
+template <class Flat, class Planes, class Last>
+using ByPlanes = Either<kFlat, Flat, typename Either<kPlanes, Planes, Last>::type>;
 
-// The operand loaders of fprop and dgrad: pixels and weights.
-template <class Gemm, Operation kOperation, int kVector>
-struct GatherLoads {
-  using T = typename Gemm::T;
-  using Pixels = PixelRows<T, typename Gemm::TileA, Gemm::kThreads, kVector>;
-  using Weights = typename Either<kOperation == Operation::kFprop,
-                                  WeightRows<T, typename Gemm::TileB, Gemm::kThreads, kVector>,
-                                  WeightColumns<T, typename Gemm::TileB, Gemm::kThreads, kVector>>::type;
-  static constexpr int kWords = 4, kFirst = Pixels::Own::kCount, kCopies = kFirst + Weights::Own::kCount;
-  static_assert(!Gemm::kSplit || (Pixels::Own::kAll && Weights::Own::kAll), "each thread copies");
-
-  const Phases& phases;
-  Pixels pixels;
-  Weights weights;
-
-  __device__ __forceinline__ GatherLoads(const ImplicitGemmArgs& args, const Phases& phases,
-                                         int group, int row, int rows, int column, int first_step)
-      : phases(phases),
-        pixels(args, phases, group, row, rows, first_step),
-        weights(args, phases, group, column, first_step) {}
-
-  __device__ __forceinline__ u32 own(int i) const {
-    return i < kFirst ? pixels.at(i) : Gemm::TileA::kBytes + weights.at(i - kFirst);
-  }
-  __device__ __forceinline__ void operator()(u32 stage) {
-    pixels.load(stage, phases);
-    weights.load(stage + Gemm::TileA::kBytes, phases);
-  }
-};
-
-// The operand loaders of wgrad: pixels of grad_output, and of the input at each column's tap.
-template <class Gemm, int kVector>
-struct WgradLoads {
-  using T = typename Gemm::T;
-  using Gradient = GradientPixels<T, typename Gemm::TileA, Gemm::kThreads, kVector>;
-  using Input = TapColumns<T, typename Gemm::TileB, Gemm::kThreads, kVector>;
-  static constexpr int kWords = 4, kFirst = Gradient::Own::kCount, kCopies = kFirst + Input::Own::kCount;
-  static_assert(!Gemm::kSplit || (Gradient::Own::kAll && Input::Own::kAll), "each thread copies");
-
-  Gradient gradient;
-  Input input;
-
-  __device__ __forceinline__ WgradLoads(const ImplicitGemmArgs& args, const Phases& phases,
-                                        int group, int row, int pixels, int column, int first_step)
-      : gradient(args, phases, group, row, first_step, pixels),
-        input(args, phases, group, column, first_step, pixels) {}
-
-  __device__ __forceinline__ u32 own(int i) const {
-    return i < kFirst ? gradient.at(i) : Gemm::TileA::kBytes + input.at(i - kFirst);
-  }
-  __device__ __forceinline__ void operator()(u32 stage) {
-    gradient.load(stage);
-    input.load(stage + Gemm::TileA::kBytes);
-  }
-};
-
-constexpr Operation kOperation = Operation::OPERATION;
-constexpr bool kWgrad = kOperation == Operation::kWgrad, kPlanes = PLANES;
-using Gemm = MmaMultistage<ELEMENT, BM, BN, WM, WN, STAGES, kWgrad != kPlanes,
-                           kOperation != Operation::kFprop && !kPlanes, SPLIT>;
-using Loads = typename Either<
-    kWgrad, typename Either<kPlanes, PlaneWgrad<Gemm>, WgradLoads<Gemm, VECTOR>>::type,
-    typename Either<kPlanes, PlaneGather<Gemm>, GatherLoads<Gemm, kOperation, VECTOR>>::type>::type;
+using Pixels = ByPlanes<FlatChannels<TileA, kThreads>, PlanePixels<TileA, kThreads>,
+                        PixelRows<ELEMENT, TileA, kThreads, VECTOR>>::type;
+using Weights = Either<kWeightColumns, WeightColumns<ELEMENT, TileB, kThreads, VECTOR>,
+                       Either<kPlanes && VECTOR == 4, PlaneWeights<TileB, kThreads>,
+                              WeightRows<ELEMENT, TileB, kThreads, VECTOR>>::type>::type;
+using Gradient = ByPlanes<FlatPixels<TileA, kThreads, true>, PlaneGradient<TileA, kThreads>,
+                          GradientPixels<ELEMENT, TileA, kThreads, VECTOR>>::type;
+using Input = ByPlanes<FlatPixels<TileB, kThreads, false>, PlaneTaps<TileB, kThreads>,
+                       TapColumns<ELEMENT, TileB, kThreads, VECTOR>>::type;
+using Load = Loads<Gemm, Either<kWgrad, Gradient, Pixels>::type, Either<kWgrad, Input, Weights>::type>;
 using Reduce = ClusterReduce<Gemm>;
 
 // Calls each(index, fragment, fragment_row, row, column) for this thread's part of the owned fragments:
@@ -178,7 +165,7 @@ extern "C" __global__ void __launch_bounds__(Gemm::kThreads, BLOCKS)
   const int begin = min(static_cast<int>((part << args.cluster_log) + rank) * each, all_steps);
   const int steps = row < row_end ? min(each, all_steps - begin) : 0;
 
-  Loads load(args, phases, group, row, pixels, column, begin);
+  Load load(args, phases, group, row, pixels, column, begin);
   const Reduce reduce(room, shared_address(base), rank, args.cluster_log);
   reduce.prepare();
   wait_on_dependent_grids();

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from math import prod
 
 from convgrad.dtypes import DType
@@ -26,7 +26,9 @@ from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_model import (
     expected_s,
 )
 from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_tiles import (
+    ANY_PLANES,
     CHUNK_BYTES,
+    FLAT_PLANES,
     Config,
     Copies,
     Gemm,
@@ -40,6 +42,7 @@ from convgrad_service.backends.cuda.kernels.layout.channels_last import (
     prepare_side,
     prepare_weight,
 )
+from convgrad_service.backends.cuda.kernels.layout.planes import flat_planes
 from convgrad_service.plans.cuda.device import OVERLAPPING, CudaDevice
 from convgrad_service.plans.cuda.program import (
     ZEROS,
@@ -51,37 +54,14 @@ from convgrad_service.plans.cuda.program import (
     ceil_div,
 )
 from convgrad_service.plans.cuda.works import ConvWork, Operand
-from convgrad_service.problems.sizes import Size3
 
-__all__ = ["ImplicitGemm", "gathering", "gemm_of"]
+__all__ = ["ImplicitGemm", "gemm_of"]
 
 OPERATIONS = {"fwd": "kFprop", "bwd_data": "kDgrad", "bwd_weight": "kWgrad"}
 LEAST_VECTOR = 4
 VECTORS = (16, 8, 4)
 """Bytes per cp.async."""
-WHOLE_CHUNKS = Copies(CHUNK_BYTES)
-COPIES = {
-    False: [Copies(vector) for vector in VECTORS],
-    True: [
-        copies
-        for split in (False, True)
-        for copies in (
-            *(Copies(vector, split) for vector in VECTORS),
-            Copies(LEAST_VECTOR, split, True),
-        )
-    ],
-}
-"""All, by whether elements are float32."""
 COUNTERS = ZEROS_BYTES // 4
-
-
-@dataclass(frozen=True, slots=True)
-class _Operands:
-    """The two inputs in the kernel's order, and how threads copy them."""
-
-    source: Prepared
-    other: Prepared
-    copies: Copies
 
 
 class ImplicitGemm:
@@ -133,31 +113,31 @@ class ImplicitGemm:
         return None
 
     def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
-        axes = [gather_axis(gathering(work), dim) for dim in range(3)]
-        operands = _operands(work, device)
-        gemm = gemm_of(work, axes, operands.copies)
+        axes = _axes(work)
+        source, other = _prepared(work, device)
+        gemm = gemm_of(work, axes)
         if self._config is None:
             time_s, config = choose_config(gemm, work.dtype, device, COUNTERS)
         else:
             config = self._config
             time_s = expected_s(gemm, work.dtype, config, device)
-        copies = (*operands.source.steps, *operands.other.steps)
-        workspace = [*operands.source.workspace, *operands.other.workspace]
+        copies = (*source.steps, *other.steps)
+        workspace = [*source.workspace, *other.workspace]
         partials = f"{work.prefix}implicit_gemm_partials"
         tile = config.tile
         tiles = gemm.tiles(tile)
         if config.workspace > 1:
             size = tiles * work.groups * len(gemm.phases) * config.workspace * tile.m * tile.n * 4
             workspace.append(Workspace(partials, size))
-        args = arguments(work, operands.source.operand, operands.other.operand, axes, gemm, config)
+        args = arguments(work, source.operand, other.operand, axes, gemm, config)
         launch = Launch(
             _instance(tile, gemm, work.dtype, work.direction),
             (tiles * config.cluster, work.groups, len(gemm.phases) * config.workspace),
             (tile.threads, 1, 1),
             pack(
                 args,
-                source=operands.source.operand,
-                other=operands.other.operand,
+                source=source.operand,
+                other=other.operand,
                 result=work.result,
                 accumulate=work.accumulate,
                 bias=work.bias,
@@ -177,8 +157,7 @@ class ImplicitGemm:
         )
 
     def tuned(self, config: str, work: ConvWork, device: CudaDevice) -> ImplicitGemm | None:
-        axes = [gather_axis(gathering(work), dim) for dim in range(3)]
-        gemm = gemm_of(work, axes, _operands(work, device).copies)
+        gemm = gemm_of(work)
         every = candidate_configs(gemm, work.dtype, device, COUNTERS)
         found = next((one for one in every if str(one) == config), None)
         return None if found is None else ImplicitGemm(found, self._dtypes, self._least)
@@ -188,13 +167,14 @@ class ImplicitGemm:
             Instance.of("conv/implicit_gemm.cu", **tile.defines(dtype, operation, copies))
             for dtype in self._dtypes
             for direction, operation in OPERATIONS.items()
-            for copies in COPIES[dtype is DType.FLOAT32]
+            for copies in _copies(dtype, direction)
             for tile in tiles_of(dtype, copies, weight=direction == "bwd_weight")
         ]
 
 
-def gemm_of(work: ConvWork, axes: list[Axis], copies: Copies = WHOLE_CHUNKS) -> Gemm:
-    """Return the GEMM of a convolution whose operands are copied in this way."""
+def gemm_of(work: ConvWork, axes: list[Axis] | None = None) -> Gemm:
+    """Return the GEMM of a convolution."""
+    axes, copies = axes or _axes(work), copies_of(work)
     chunk = 1 if copies.planes else CHUNK_BYTES // work.dtype.itemsize
     source, result = work.channels
     moved = work.elements * work.dtype.itemsize
@@ -213,58 +193,73 @@ def gemm_of(work: ConvWork, axes: list[Axis], copies: Copies = WHOLE_CHUNKS) -> 
     return Gemm(found, result, work.groups, moved, False, irregular, copies)
 
 
-def gathering(work: ConvWork) -> ConvWork:
-    """Return the work whose gather reads the source: wgrad reads the input as fprop does."""
-    return replace(work, direction="fwd") if work.direction == "bwd_weight" else work
+def _axes(work: ConvWork) -> list[Axis]:
+    """Return the axes of the gather that reads the source: wgrad reads the input as fprop does."""
+    gather = replace(work, direction="fwd") if work.direction == "bwd_weight" else work
+    return [gather_axis(gather, dim) for dim in range(3)]
 
 
-def _operands(work: ConvWork, device: CudaDevice) -> _Operands:
-    """Return the inputs, or channels-last copies of those that no vector can load."""
+def _copies(dtype: DType, direction: str) -> Iterator[Copies]:
+    """Yield all ways in which `copies_of` copies inputs."""
+    wide = dtype is DType.FLOAT32
+    for split in (False, True)[: 1 + wide]:
+        yield from (Copies(vector, split) for vector in VECTORS)
+        if wide:
+            yield Copies(CHUNK_BYTES, split, FLAT_PLANES)
+            yield Copies(LEAST_VECTOR, split, ANY_PLANES)
+        if wide and direction == "bwd_data":
+            yield Copies(CHUNK_BYTES, split, ANY_PLANES)
+
+
+def copies_of(work: ConvWork) -> Copies:
+    """Return how threads copy the inputs, or channels-last copies of those that no vector loads."""
     split = uses_3xtf32(work)
     if reads_planes(work):
-        first, second = {
-            "fwd": (work.x, work.w),
-            "bwd_data": (work.y, work.w),
-            "bwd_weight": (work.x, work.y),
-        }[work.direction]
-        return _Operands(Prepared(first), Prepared(second), Copies(LEAST_VECTOR, split, True))
-    vectors = []
+        # Of a 1x1 weight, channels are contiguous.
+        other, extents = _inputs(work)[1]
+        weight = work.direction == "bwd_weight"
+        chunks = work.taps == 1 and (weight or vector_of(other, extents) == CHUNK_BYTES)
+        if chunks and flat_planes(work) is not None:
+            return Copies(CHUNK_BYTES, split, FLAT_PLANES)
+        columns = chunks and work.direction == "bwd_data"
+        return Copies(CHUNK_BYTES if columns else LEAST_VECTOR, split, ANY_PLANES)
+    vectors = [vector_of(operand, extents) for operand, extents in _inputs(work)]
+    return Copies(min((one for one in vectors if one), default=CHUNK_BYTES), split)
 
-    def ready(operand: Operand, extents: tuple[int, ...], copied: Prepared) -> Prepared:
-        vector = vector_of(operand, extents)
-        if vector >= LEAST_VECTOR:
-            vectors.append(vector)
-            return Prepared(operand)
-        return copied
 
-    def activation(operand: Operand, channels: int, size: Size3, name: str) -> Prepared:
-        extents = work.batch, work.groups, channels, *size
-        return ready(operand, extents, prepare_side(work, name, device))
+def _inputs(work: ConvWork) -> list[tuple[Operand, tuple[int, ...]]]:
+    """Return the source and the other input of the kernel, with their extents."""
+    x = work.x, (work.batch, work.groups, work.in_channels, *work.input)
+    y = work.y, (work.batch, work.groups, work.out_channels, *work.output)
+    w = work.w, (work.groups, work.out_channels, work.in_channels, *work.kernel)
+    return {"fwd": [x, w], "bwd_data": [y, w], "bwd_weight": [x, y]}[work.direction]
 
-    x = (work.x, work.in_channels, work.input, "input")
-    y = (work.y, work.out_channels, work.output, "grad_output")
-    if work.direction == "bwd_weight":
-        source, other = activation(*x), activation(*y)
-    else:
-        source = activation(*(y if work.direction == "bwd_data" else x))
-        extents = work.groups, work.out_channels, work.in_channels, *work.kernel
-        other = ready(work.w, extents, prepare_weight(work, device))
-    return _Operands(source, other, Copies(min(vectors, default=CHUNK_BYTES), split))
+
+def _prepared(work: ConvWork, device: CudaDevice) -> list[Prepared]:
+    """Return the source and the other input, or channels-last copies."""
+    names = "input" if work.direction == "bwd_weight" else "source", "grad_output"
+    planes = reads_planes(work)
+    found: list[Prepared] = []
+    for (operand, extents), name in zip(_inputs(work), names, strict=True):
+        if planes or vector_of(operand, extents):
+            found.append(Prepared(operand))
+        elif operand is work.w:
+            found.append(prepare_weight(work, device))
+        else:
+            found.append(prepare_side(work, name, device))
+    return found
 
 
 def reads_planes(work: ConvWork) -> bool:
     """Return whether the kernel reads the operands in place, channels first."""
     if work.dtype is not DType.FLOAT32 or max(work.kernel) > MAX_PLANE_TAPS:
         return False
-    x, y = (work.x, work.in_channels, work.input), (work.y, work.out_channels, work.output)
-    weight = work.direction == "bwd_weight"
-    if weight and not taps_follow_channels(work):
+    if work.direction == "bwd_weight" and not taps_follow_channels(work):
         return False
-    source = y if work.direction == "bwd_data" else x
-    for operand, _, size in (x, y) if weight else (source,):
-        if operand.strides[2] == 1 or (operand.strides[5] != 1 and size[2] > 1):
-            return False
-    operand, channels, size = source
+    inputs = [one for one in _inputs(work) if one[0] is not work.w]
+    if any(operand.strides[2] == 1 or operand.strides[5] != 1 for operand, _ in inputs):
+        return False
+    operand, (_, _, channels, *size) = inputs[0]
     reach = channels * operand.strides[2] + sum(
         (extent + 2 * kernel * dilation) * stride
         for extent, kernel, dilation, stride in zip(

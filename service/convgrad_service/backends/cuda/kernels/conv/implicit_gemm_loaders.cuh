@@ -106,7 +106,7 @@ class WeightRows {
   using Own = Chunks<Tile, kThreads>;
 
   __device__ __forceinline__ WeightRows(const ImplicitGemmArgs& args, const Phases& phases,
-                                        int group, int first, int step)
+                                        int group, int first, int, int step)
       : args_(args),
         rows_(args.result_channels - first - Own::row()),
         chunk_(args, step * 8 + Own::column()),
@@ -150,7 +150,7 @@ class WeightColumns {
   using Own = Chunks<Tile, kThreads>;
 
   __device__ __forceinline__ WeightColumns(const ImplicitGemmArgs& args, const Phases& phases,
-                                           int group, int first, int step)
+                                           int group, int first, int, int step)
       : args_(args),
         columns_(args.result_channels - first - Own::column() * kChunk),
         element_(step * 8 * kChunk + Own::row()),
@@ -253,7 +253,7 @@ class GradientPixels {
   using Own = Chunks<Tile, kThreads>;
 
   __device__ __forceinline__ GradientPixels(const ImplicitGemmArgs& args, const Phases& phases,
-                                            int group, int first, int step, int pixels)
+                                            int group, int first, int pixels, int step)
       : args_(args),
         walk_(phases, step, pixels, args.linear_other != 0),
         channels_(args.result_channels - first - Own::column() * TapChunk<T>::kElements) {
@@ -263,7 +263,7 @@ class GradientPixels {
   }
   // The offset of this thread's copy i in the tile.
   __device__ __forceinline__ u32 at(int i) const { return own_.at(i); }
-  __device__ __forceinline__ void load(u32 tile) {
+  __device__ __forceinline__ void load(u32 tile, const Phases&) {
     const int real = channels_ * static_cast<int>(sizeof(T));
     const char* row = from_;
 #pragma unroll
@@ -297,7 +297,7 @@ class TapColumns {
   using Own = Chunks<Tile, kThreads>;
 
   __device__ __forceinline__ TapColumns(const ImplicitGemmArgs& args, const Phases& phases,
-                                        int group, int first, int step, int pixels)
+                                        int group, int first, int pixels, int step)
       : args_(args), walk_(phases, step, pixels, args.linear_source != 0) {
     const TapChunk<T> own(args, first / TapChunk<T>::kElements + Own::column());
     channels_ = own.tap < phases.taps() ? own.left(args) : 0;
@@ -314,7 +314,7 @@ class TapColumns {
   }
   // The offset of this thread's copy i in the tile.
   __device__ __forceinline__ u32 at(int i) const { return own_.at(i); }
-  __device__ __forceinline__ void load(u32 tile) {
+  __device__ __forceinline__ void load(u32 tile, const Phases&) {
     const int real = channels_ * static_cast<int>(sizeof(T));
     const char* row = from_;
 #pragma unroll

@@ -1,12 +1,14 @@
 // Operand loaders of implicit_gemm.cu for channels-first float32 tensors, read in place: the pixels of a
 // plane are adjacent, channels are planes apart. K of fprop and dgrad, and N of wgrad, are channels x taps, taps
 // fastest, as in a channels-first weight. Threads copy single elements; the lanes of a warp copy adjacent ones,
-// of one row of a tile.
+// of one row of a tile. Flat planes, of 1x1 without stride or padding, are copied in chunks of 16 bytes.
 #pragma once
 
 #include "conv/implicit_gemm_positions.cuh"
 
 namespace convgrad {
+
+constexpr u32 kNoTap = ~0u;
 
 // A set of taps: bits for the tap's index along each dimension.
 struct TapSet {
@@ -73,137 +75,232 @@ struct SourcePosition {
   }
 };
 
-// fprop and dgrad. A has a row for each element of K, of a tile's pixels; B a row for each result channel.
-template <class Gemm>
-class PlaneGather {
-  using A = Chunks<typename Gemm::TileA, Gemm::kThreads, 1>;
-  using B = Chunks<typename Gemm::TileB, Gemm::kThreads, 1>;
-
+// A of fprop and dgrad: rows are elements of K, columns are pixels of the result.
+template <class Tile, int kThreads>
+class PlanePixels {
  public:
-  static constexpr int kWords = 1, kCopies = A::kCount + B::kCount;
+  using Own = Chunks<Tile, kThreads, 1>;
+  static_assert(Tile::kRows == 32 && Own::kColumns % 32 == 0, "a warp has one row, a lane an element of K");
 
-  __device__ __forceinline__ PlaneGather(const ImplicitGemmArgs& args, const Phases& phases, int group,
-                                         int row, int rows, int column, int first_step)
+  __device__ __forceinline__ PlanePixels(const ImplicitGemmArgs& args, const Phases& phases, int group,
+                                         int first, int pixels, int step)
       : args_(args),
-        phases_(phases),
-        index_(first_step * Gemm::kTileK + B::column()),
-        end_(args.source_channels * phases.taps()),
-        channels_(args.result_channels - column - B::row()),
-        weights_(static_cast<const char*>(args.other) + group * args.other_stride[0] +
-                 (column + B::row()) * args.other_stride[1]) {
-    static_assert(B::kColumns == 32 && A::kColumns % 32 == 0 && A::kAll && B::kAll,
-                  "a lane has an element of K");
-    const int pixel = row + A::column();
+        index_(step * Tile::kRows + static_cast<int>(threadIdx.x & 31)),
+        end_(args.source_channels * phases.taps()) {
+    const int pixel = first + Own::column();
     const Position at(phases, pixel);
     const SourcePosition from(args, phases, at);
     from_ = from.in(args, static_cast<const char*>(args.source) + at.n * args.source_stride[0] +
                               group * args.source_stride[1]);
-    if (pixel < rows) met_ = from.taps(args, phases);
+    if (pixel < pixels) met_ = from.taps(args, phases);
   }
-  __device__ __forceinline__ u32 own(int i) const {
-    return i < A::kCount ? a_.at(i) : Gemm::TileA::kBytes + b_.at(i - A::kCount);
-  }
-  __device__ __forceinline__ void operator()(u32 stage) {
-    const ChannelTap now(phases_, index_);
-    const bool there = index_ < end_;
+  __device__ __forceinline__ u32 at(int i) const { return own_.at(i); }
+  __device__ __forceinline__ void load(u32 tile, const Phases& phases) {
+    const ChannelTap now(phases, index_);
     const int source = now.in_source(args_);
-    const u32 tap = there ? now.tap() : kNowhere;
+    const u32 tap = index_ < end_ ? now.tap() : kNoTap;
 #pragma unroll
-    for (int i = 0; i < A::kCount; ++i) {
-      const int row = A::row() + i * A::kThreadRows;  // the same for all lanes
-      const int at = __shfl_sync(~0u, source, row);
+    for (int i = 0; i < Own::kCount; ++i) {
+      const int row = Own::row() + i * Own::kThreadRows;
+      const int shift = __shfl_sync(~0u, source, row);
       const u32 needed = __shfl_sync(~0u, tap, row);
-      cp_async<4>(stage + a_.at(i), from_ + at, met_.has(needed) ? 4 : 0);
+      cp_async<4>(tile + own_.at(i), from_ + shift, met_.has(needed) ? 4 : 0);
     }
-    const char* from = weights_ + now.channel * args_.other_stride[2] +
-                       (phases_.d->r0 + now.d * args_.axis[0].r_step) * args_.other_stride[3] +
-                       (phases_.h->r0 + now.h * args_.axis[1].r_step) * args_.other_stride[4] +
-                       (phases_.w->r0 + now.w * args_.axis[2].r_step) * args_.other_stride[5];
-    const int channels = there ? channels_ : 0;
-#pragma unroll
-    for (int i = 0; i < B::kCount; ++i, from += B::kThreadRows * args_.other_stride[1]) {
-      cp_async<4>(stage + Gemm::TileA::kBytes + b_.at(i), from, i * B::kThreadRows < channels ? 4 : 0);
-    }
-    index_ += Gemm::kTileK;
+    index_ += Tile::kRows;
   }
 
  private:
-  static constexpr u32 kNowhere = ~0u;
-
+  const Own own_;
   const ImplicitGemmArgs& args_;
-  const Phases& phases_;
-  const A a_;
-  const B b_;
   int index_;  // this lane's element of K
-  const int end_, channels_;
-  const char* const weights_;
+  const int end_;
   const char* from_;
   TapSet met_ = 0u;
 };
 
-// wgrad. A has a row for each channel of grad_output, B for each channel and tap of the input; a lane has a
-// pixel, which is K.
-template <class Gemm>
-class PlaneWgrad {
-  using A = Chunks<typename Gemm::TileA, Gemm::kThreads, 1>;
-  using B = Chunks<typename Gemm::TileB, Gemm::kThreads, 1>;
-
+// B of fprop and dgrad: rows are result channels, columns are elements of K.
+template <class Tile, int kThreads>
+class PlaneWeights {
  public:
-  static constexpr int kWords = 1, kCopies = A::kCount + B::kCount;
+  using Own = Chunks<Tile, kThreads, 1>;
 
-  __device__ __forceinline__ PlaneWgrad(const ImplicitGemmArgs& args, const Phases& phases, int group, int row,
-                                        int pixels, int column, int first_step)
+  __device__ __forceinline__ PlaneWeights(const ImplicitGemmArgs& args, const Phases& phases, int group,
+                                          int first, int, int step)
       : args_(args),
-        phases_(phases),
-        pixel_(first_step * Gemm::kTileK + A::column()),
-        pixels_(pixels),
-        channels_(args.result_channels - row - A::row()),
-        gradient_(static_cast<const char*>(args.other) + group * args.other_stride[1] +
-                  (row + A::row()) * args.other_stride[2]),
-        source_(static_cast<const char*>(args.source) + group * args.source_stride[1]) {
-    static_assert(A::kColumns == 32 && B::kColumns == 32 && A::kAll && B::kAll && B::kCount <= 32,
-                  "a lane has a pixel, and a row of B");
-    // Of this warp's rows, lane i has the i-th.
-    const int own = column + B::row() + static_cast<int>(threadIdx.x & 31) * B::kThreadRows;
-    const ChannelTap of(phases, own);
-    at_ = of.in_source(args);
-    tap_ = own < args.columns ? of.tap() : ~0u;
-  }
-  __device__ __forceinline__ u32 own(int i) const {
-    return i < A::kCount ? a_.at(i) : Gemm::TileA::kBytes + b_.at(i - A::kCount);
-  }
-  __device__ __forceinline__ void operator()(u32 stage) {
-    const Position at(phases_, pixel_);
-    const bool there = pixel_ < pixels_;
-    const char* from = gradient_ + at.n * args_.other_stride[0] + at.d * args_.other_stride[3] +
-                       at.h * args_.other_stride[4] + at.w * args_.other_stride[5];
-    const int channels = there ? channels_ : 0;
+        index_(step * Own::kColumns + Own::column()),
+        end_(args.source_channels * phases.taps()),
+        rows_(args.result_channels - first - Own::row()),
+        row_(static_cast<const char*>(args.other) + group * args.other_stride[0] +
+             (first + Own::row()) * args.other_stride[1]) {}
+  __device__ __forceinline__ u32 at(int i) const { return own_.at(i); }
+  __device__ __forceinline__ void load(u32 tile, const Phases& phases) {
+    const ChannelTap now(phases, index_);
+    const char* from = row_ + now.channel * args_.other_stride[2] +
+                       (phases.d->r0 + now.d * args_.axis[0].r_step) * args_.other_stride[3] +
+                       (phases.h->r0 + now.h * args_.axis[1].r_step) * args_.other_stride[4] +
+                       (phases.w->r0 + now.w * args_.axis[2].r_step) * args_.other_stride[5];
+    const int rows = index_ < end_ ? rows_ : 0;
 #pragma unroll
-    for (int i = 0; i < A::kCount; ++i, from += A::kThreadRows * args_.other_stride[2]) {
-      cp_async<4>(stage + a_.at(i), from, i * A::kThreadRows < channels ? 4 : 0);
+    for (int i = 0; i < Own::kCount; ++i, from += Own::kThreadRows * args_.other_stride[1]) {
+      cp_async<4>(tile + own_.at(i), from, i * Own::kThreadRows < rows ? 4 : 0);
     }
-    const SourcePosition position(args_, phases_, at);
-    const char* const pixel = position.in(args_, source_ + at.n * args_.source_stride[0]);
-    const TapSet met = there ? position.taps(args_, phases_) : TapSet(0u);
-#pragma unroll
-    for (int i = 0; i < B::kCount; ++i) {
-      const int shift = __shfl_sync(~0u, at_, i);
-      const u32 needed = __shfl_sync(~0u, tap_, i);
-      cp_async<4>(stage + Gemm::TileA::kBytes + b_.at(i), pixel + shift, met.has(needed) ? 4 : 0);
-    }
-    pixel_ += Gemm::kTileK;
+    index_ += Own::kColumns;
   }
 
  private:
+  const Own own_;
   const ImplicitGemmArgs& args_;
-  const Phases& phases_;
-  const A a_;
-  const B b_;
+  int index_;  // this thread's element of K
+  const int end_, rows_;
+  const char* const row_;
+};
+
+// A of wgrad: rows are channels of grad_output, columns are pixels.
+template <class Tile, int kThreads>
+class PlaneGradient {
+ public:
+  using Own = Chunks<Tile, kThreads, 1>;
+
+  __device__ __forceinline__ PlaneGradient(const ImplicitGemmArgs& args, const Phases&, int group, int first,
+                                           int pixels, int step)
+      : args_(args),
+        pixel_(step * Own::kColumns + Own::column()),
+        pixels_(pixels),
+        rows_(args.result_channels - first - Own::row()),
+        row_(static_cast<const char*>(args.other) + group * args.other_stride[1] +
+             (first + Own::row()) * args.other_stride[2]) {}
+  __device__ __forceinline__ u32 at(int i) const { return own_.at(i); }
+  __device__ __forceinline__ void load(u32 tile, const Phases& phases) {
+    const Position at(phases, pixel_);
+    const char* from = row_ + at.n * args_.other_stride[0] + at.d * args_.other_stride[3] +
+                       at.h * args_.other_stride[4] + at.w * args_.other_stride[5];
+    const int rows = pixel_ < pixels_ ? rows_ : 0;
+#pragma unroll
+    for (int i = 0; i < Own::kCount; ++i, from += Own::kThreadRows * args_.other_stride[2]) {
+      cp_async<4>(tile + own_.at(i), from, i * Own::kThreadRows < rows ? 4 : 0);
+    }
+    pixel_ += Own::kColumns;
+  }
+
+ private:
+  const Own own_;
+  const ImplicitGemmArgs& args_;
   int pixel_;
-  const int pixels_, channels_;
-  const char *const gradient_, *const source_;
-  int at_;
+  const int pixels_, rows_;
+  const char* const row_;
+};
+
+// B of wgrad: rows are input channels at a tap, columns are pixels.
+template <class Tile, int kThreads>
+class PlaneTaps {
+ public:
+  using Own = Chunks<Tile, kThreads, 1>;
+  static_assert(Own::kColumns == 32 && Own::kCount <= 32, "a warp has one row, a lane one of its rows");
+
+  __device__ __forceinline__ PlaneTaps(const ImplicitGemmArgs& args, const Phases& phases, int group, int first,
+                                       int pixels, int step)
+      : args_(args),
+        pixel_(step * Own::kColumns + Own::column()),
+        pixels_(pixels),
+        source_(static_cast<const char*>(args.source) + group * args.source_stride[1]) {
+    // Of this warp's rows, lane i knows the i-th.
+    const int row = first + Own::row() + Own::column() * Own::kThreadRows;
+    const ChannelTap of(phases, row);
+    shift_ = of.in_source(args);
+    tap_ = row < args.columns ? of.tap() : kNoTap;
+  }
+  __device__ __forceinline__ u32 at(int i) const { return own_.at(i); }
+  __device__ __forceinline__ void load(u32 tile, const Phases& phases) {
+    const Position at(phases, pixel_);
+    const SourcePosition position(args_, phases, at);
+    const char* const from = position.in(args_, source_ + at.n * args_.source_stride[0]);
+    const TapSet met = pixel_ < pixels_ ? position.taps(args_, phases) : TapSet(0u);
+#pragma unroll
+    for (int i = 0; i < Own::kCount; ++i) {
+      const int shift = __shfl_sync(~0u, shift_, i);
+      const u32 needed = __shfl_sync(~0u, tap_, i);
+      cp_async<4>(tile + own_.at(i), from + shift, met.has(needed) ? 4 : 0);
+    }
+    pixel_ += Own::kColumns;
+  }
+
+ private:
+  const Own own_;
+  const ImplicitGemmArgs& args_;
+  int pixel_;
+  const int pixels_;
+  const char* const source_;
+  int shift_;
   u32 tap_;
+};
+
+// A of fprop and dgrad in flat planes: rows are source channels, columns are pixels.
+template <class Tile, int kThreads>
+class FlatChannels {
+ public:
+  using Own = Chunks<Tile, kThreads>;
+
+  __device__ __forceinline__ FlatChannels(const ImplicitGemmArgs& args, const Phases& phases, int group, int first,
+                                          int pixels, int step)
+      : args_(args), rows_(args.source_channels - step * Tile::kRows - Own::row()) {
+    const int pixel = first + Own::column() * 4;
+    const Position at(phases, pixel);
+    from_ = static_cast<const char*>(args.source) + group * args.source_stride[1] +
+            at.n * args.source_stride[0] + at.d * args.source_stride[3] + at.h * args.source_stride[4] +
+            at.w * args.source_stride[5] + (step * Tile::kRows + Own::row()) * args.source_stride[2];
+    if (pixel >= pixels) rows_ = 0;
+  }
+  __device__ __forceinline__ u32 at(int i) const { return own_.at(i); }
+  __device__ __forceinline__ void load(u32 tile, const Phases&) {
+    const char* from = from_;
+#pragma unroll
+    for (int i = 0; i < Own::kCount; ++i, from += Own::kThreadRows * args_.source_stride[2]) {
+      cp_async_zfill(tile + own_.at(i), from, i * Own::kThreadRows < rows_);
+    }
+    rows_ -= Tile::kRows;
+    from_ += Tile::kRows * args_.source_stride[2];
+  }
+
+ private:
+  const Own own_;
+  const ImplicitGemmArgs& args_;
+  int rows_;  // from this thread's first row to the last channel
+  const char* from_;
+};
+
+// An operand of wgrad in flat planes, grad_output or the input: rows are its channels, columns are pixels.
+template <class Tile, int kThreads, bool kGradient>
+class FlatPixels {
+ public:
+  using Own = Chunks<Tile, kThreads>;
+
+  __device__ __forceinline__ FlatPixels(const ImplicitGemmArgs& args, const Phases&, int group, int first,
+                                        int pixels, int step)
+      : stride_(kGradient ? args.other_stride : args.source_stride),
+        pixel_(step * 32 + Own::column() * 4),
+        pixels_(pixels),
+        rows_((kGradient ? args.result_channels : args.source_channels) - first - Own::row()),
+        row_(static_cast<const char*>(kGradient ? args.other : args.source) + group * stride_[1] +
+             (first + Own::row()) * stride_[2]) {}
+  __device__ __forceinline__ u32 at(int i) const { return own_.at(i); }
+  __device__ __forceinline__ void load(u32 tile, const Phases& phases) {
+    const Position at(phases, pixel_);
+    const char* from =
+        row_ + at.n * stride_[0] + at.d * stride_[3] + at.h * stride_[4] + at.w * stride_[5];
+    const int rows = pixel_ < pixels_ ? rows_ : 0;
+#pragma unroll
+    for (int i = 0; i < Own::kCount; ++i, from += Own::kThreadRows * stride_[2]) {
+      cp_async_zfill(tile + own_.at(i), from, i * Own::kThreadRows < rows);
+    }
+    pixel_ += 32;
+  }
+
+ private:
+  const Own own_;
+  const i64* const stride_;
+  int pixel_;
+  const int pixels_, rows_;
+  const char* const row_;
 };
 
 }  // namespace convgrad

@@ -99,9 +99,10 @@ struct TapChunk {
 
 // The thread map of a tile: each thread copies one column of vectors of kWords elements, in every
 // kThreadRows-th row.
-template <class Tile, int kThreads, int kWords = 4>
+template <class Tile, int kThreads, int kWords_ = 4>
 class Chunks {
  public:
+  static constexpr int kWords = kWords_;
   static constexpr int kColumns = Tile::kChunks * 4 / kWords;
   static constexpr int kThreadRows = kThreads / kColumns;
   static constexpr int kCount = Tile::kRows > kThreadRows ? Tile::kRows / kThreadRows : 1;

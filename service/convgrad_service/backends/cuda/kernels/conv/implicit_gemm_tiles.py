@@ -9,7 +9,18 @@ from convgrad.dtypes import DType
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import ceil_div
 
-__all__ = ["CHUNK_BYTES", "CLUSTERS", "STEP_BYTES", "TILES", "Config", "Copies", "Gemm", "Tile"]
+__all__ = [
+    "ANY_PLANES",
+    "CHUNK_BYTES",
+    "CLUSTERS",
+    "FLAT_PLANES",
+    "STEP_BYTES",
+    "TILES",
+    "Config",
+    "Copies",
+    "Gemm",
+    "Tile",
+]
 __all__ += ["tiles_of"]
 
 STEP_BYTES = 128
@@ -26,6 +37,9 @@ BARRIER_BYTES = 128
 FRAGMENT_BYTES, FRAGMENT_ELEMENTS = 656, 128
 
 
+ANY_PLANES, FLAT_PLANES = 1, 2
+
+
 @dataclass(frozen=True, slots=True)
 class Copies:
     """How threads copy operands, and multiply them.
@@ -37,12 +51,13 @@ class Copies:
     split
         Whether products of float32 are three of TF32 (``core/split_tf32.cuh``).
     planes
-        Whether operands are channels first, in float32; copied by element.
+        Whether activations are channels first, in float32: ``ANY_PLANES``, or ``FLAT_PLANES`` of
+        1x1 (``Planes`` in implicit_gemm_args.cuh).
     """
 
     vector: int
     split: bool = False
-    planes: bool = False
+    planes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,12 +136,15 @@ MENUS = {
     (True, 8): "128x64 32x32s6 32x64 64x128 64x32",
     (True, 4): "32x32s6 32x64 64x32",
 }
-FLOAT32 = {16: "128x16 128x64 32x32s6 64x32 64x64", 8: "128x16 32x32s6 64x64", 4: "128x16 32x32s6 64x32 64x64"}
+FLOAT32 = {
+    False: "128x16 32x32s6 64x32 64x64",
+    True: "32x32s6 32x64 64x32 64x64",
+}
 
 
 def tiles_of(dtype: DType, copies: Copies, *, weight: bool) -> list[Tile]:
     """Return the tiles for a dtype and a kind of copies, of wgrad or the others."""
-    menu = FLOAT32[copies.vector] if dtype is DType.FLOAT32 else MENUS[weight, copies.vector]
+    menu = FLOAT32[weight] if dtype is DType.FLOAT32 else MENUS[weight, copies.vector]
     return [tile for tile in TILES if str(tile) in menu.split()]
 
 

@@ -50,7 +50,7 @@ struct MmaMultistage {
     const u32 lane_b = opaque_value(TileA::kBytes + FragmentsB::lane_offset(warp_column()));
     u32 write_stage = pipeline, read_stage = pipeline;
     WarpFragments operands[2];
-    OperandScaling<Load::kCopies, TileA::kBytes, TileB::kBytes, Load::kWords> scaling;
+    typename Load::Scaling scaling;
     if constexpr (kSplit) scaling.init(flags);
     const auto own = [&](int i) { return load.own(i); };
     // Prologue and steady state share one loop body: less code for a launch to fetch. The next copies are

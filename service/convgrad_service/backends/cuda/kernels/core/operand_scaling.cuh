@@ -27,11 +27,10 @@ struct ScalingFlags {
   Extremes of[2];       // of A and B in the k-tile
 };
 
-// Each thread owns kCopies vectors of kWords elements of a stage, A's first; a stage has kABytes of A, then
-// kBBytes of B.
-template <int kCopies, int kABytes, int kBBytes, int kWords = 4>
+// Each thread owns kACopies vectors of kAWords elements of a stage, and then kBCopies of kBWords of B.
+template <int kACopies, int kBCopies, int kAWords = 4, int kBWords = 4>
 struct OperandScaling {
-  static constexpr int kACopies = kCopies * kABytes / (kABytes + kBBytes);
+  static constexpr int kCopies = kACopies + kBCopies;
   static constexpr u32 kTiny = (127 - 102) << 23;  // below this the low part loses bits
   static constexpr u32 kRoundsUp = 0x7f7ff000;     // from here on the high part is an infinity
   // Exponents of the scales: kScaleUp for 2^-149 to 2^-101 unless that takes the largest beyond 2^61;
@@ -64,10 +63,11 @@ struct OperandScaling {
   }
   // This thread's vector i, at shared address `at`.
   __device__ __forceinline__ void inspect(int i, u32 at) {
-    u32 words[kWords];
-    load(words, at);
-#pragma unroll
-    for (int e = 0; e < kWords; ++e) seen[i < kACopies ? 0 : 1].add(words[e]);
+    if (i < kACopies) {
+      inspect<kAWords>(seen[0], at);
+    } else {
+      inspect<kBWords>(seen[1], at);
+    }
   }
   // All of a stage's; own(i) is vector i's offset in the stage.
   template <class Own>
@@ -98,6 +98,13 @@ struct OperandScaling {
   }
 
  private:
+  template <int kWords>
+  __device__ static __forceinline__ void inspect(Extremes& seen, u32 at) {
+    u32 words[kWords];
+    load(words, at);
+#pragma unroll
+    for (int e = 0; e < kWords; ++e) seen.add(words[e]);
+  }
   __device__ static __forceinline__ void load(u32 (&words)[4], u32 at) { ld_shared_v4(words, at); }
   __device__ static __forceinline__ void load(u32 (&words)[1], u32 at) { words[0] = ld_shared_u32(at); }
   __device__ static __forceinline__ void store(u32 at, const u32 (&words)[4]) { st_shared_v4(at, words); }
@@ -106,7 +113,7 @@ struct OperandScaling {
   }
 
   // Vectors `first` to `last` of a stage; a power of two of 1 leaves them alone.
-  template <class Own>
+  template <int kWords, class Own>
   __device__ __forceinline__ void scale_range(u32 stage, const Own& own, int first, int last, float factor) {
     constexpr int kTogether = 4;  // their loads overlap
     if (factor == 1) return;
@@ -128,8 +135,8 @@ struct OperandScaling {
   }
   template <class Own>
   __device__ __forceinline__ void scale_chunks(u32 stage, const Own& own, float scale_a, float scale_b) {
-    scale_range(stage, own, 0, kACopies, scale_a);
-    scale_range(stage, own, kACopies, kCopies, scale_b);
+    scale_range<kAWords>(stage, own, 0, kACopies, scale_a);
+    scale_range<kBWords>(stage, own, kACopies, kCopies, scale_b);
   }
 
   template <class Own>
