@@ -62,8 +62,9 @@ struct Loads {
 constexpr Operation kOperation = Operation::OPERATION;
 constexpr bool kWgrad = kOperation == Operation::kWgrad;
 constexpr bool kPlanes = PLANES != kNoPlanes, kFlat = PLANES == kFlatPlanes;
-// In dgrad, channels of the result are contiguous in the weight, except for several taps channels first.
-constexpr bool kWeightColumns = kOperation == Operation::kDgrad && (!kPlanes || VECTOR == 16);
+// Channels first, the weight of several taps is read by element, that of one tap as channels last.
+constexpr bool kElements = kPlanes && VECTOR == 4;
+constexpr bool kWeightColumns = kOperation == Operation::kDgrad && !kElements;
 using Gemm = MmaMultistage<ELEMENT, BM, BN, WM, WN, STAGES, kWgrad != kPlanes,
                            kWeightColumns || (kWgrad && !kPlanes), SPLIT>;
 using TileA = Gemm::TileA;
@@ -78,18 +79,22 @@ template <class A, class B>
 struct Either<false, A, B> {
   using type = B;
 };
-template <class Flat, class Planes, class Last>
-using ByPlanes = Either<kFlat, Flat, typename Either<kPlanes, Planes, Last>::type>;
 
-using Pixels = ByPlanes<FlatChannels<TileA, kThreads>, PlanePixels<TileA, kThreads>,
-                        PixelRows<ELEMENT, TileA, kThreads, VECTOR>>::type;
-using Weights = Either<kWeightColumns, WeightColumns<ELEMENT, TileB, kThreads, VECTOR>,
-                       Either<kPlanes && VECTOR == 4, PlaneWeights<TileB, kThreads>,
-                              WeightRows<ELEMENT, TileB, kThreads, VECTOR>>::type>::type;
-using Gradient = ByPlanes<FlatPixels<TileA, kThreads, true>, PlaneGradient<TileA, kThreads>,
-                          GradientPixels<ELEMENT, TileA, kThreads, VECTOR>>::type;
-using Input = ByPlanes<FlatPixels<TileB, kThreads, false>, PlaneTaps<TileB, kThreads>,
-                       TapColumns<ELEMENT, TileB, kThreads, VECTOR>>::type;
+using Pixels = Either<
+    kElements, PlanePixels<TileA, kThreads>,
+    Either<kPlanes, PointwisePixels<TileA, kThreads, kFlat ? 4 : 1>,
+           PixelRows<ELEMENT, TileA, kThreads, VECTOR>>::type>::type;
+using Weights =
+    Either<kElements, PlaneWeights<TileB, kThreads>,
+           Either<kWeightColumns, WeightColumns<ELEMENT, TileB, kThreads, VECTOR>,
+                  WeightRows<ELEMENT, TileB, kThreads, VECTOR>>::type>::type;
+using Gradient = Either<
+    kElements, PlaneGradient<TileA, kThreads>,
+    Either<kFlat, FlatPixels<TileA, kThreads, true>,
+           GradientPixels<ELEMENT, TileA, kThreads, VECTOR>>::type>::type;
+using Input = Either<kElements, PlaneTaps<TileB, kThreads>,
+                     Either<kFlat, FlatPixels<TileB, kThreads, false>,
+                            TapColumns<ELEMENT, TileB, kThreads, VECTOR>>::type>::type;
 using Load = Loads<Gemm, Either<kWgrad, Gradient, Pixels>::type, Either<kWgrad, Input, Weights>::type>;
 using Reduce = ClusterReduce<Gemm>;
 

@@ -207,7 +207,7 @@ def _copies(dtype: DType, direction: str) -> Iterator[Copies]:
         if wide:
             yield Copies(CHUNK_BYTES, split, FLAT_PLANES)
             yield Copies(LEAST_VECTOR, split, ANY_PLANES)
-        if wide and direction == "bwd_data":
+        if wide and direction != "bwd_weight":
             yield Copies(CHUNK_BYTES, split, ANY_PLANES)
 
 
@@ -221,13 +221,13 @@ def copies_of(work: ConvWork) -> Copies:
         chunks = work.taps == 1 and (weight or vector_of(other, extents) == CHUNK_BYTES)
         if chunks and flat_planes(work) is not None:
             return Copies(CHUNK_BYTES, split, FLAT_PLANES)
-        columns = chunks and work.direction == "bwd_data"
-        return Copies(CHUNK_BYTES if columns else LEAST_VECTOR, split, ANY_PLANES)
+        chunks = chunks and not weight
+        return Copies(CHUNK_BYTES if chunks else LEAST_VECTOR, split, ANY_PLANES)
     vectors = [vector_of(operand, extents) for operand, extents in _inputs(work)]
     return Copies(min((one for one in vectors if one), default=CHUNK_BYTES), split)
 
 
-def _inputs(work: ConvWork) -> list[tuple[Operand, tuple[int, ...]]]:
+def _inputs(work: ConvWork) -> Sequence[tuple[Operand, tuple[int, ...]]]:
     """Return the source and the other input of the kernel, with their extents."""
     x = work.x, (work.batch, work.groups, work.in_channels, *work.input)
     y = work.y, (work.batch, work.groups, work.out_channels, *work.output)

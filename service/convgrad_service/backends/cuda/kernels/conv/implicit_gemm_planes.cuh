@@ -70,6 +70,9 @@ struct SourcePosition {
   __device__ __forceinline__ const char* in(const ImplicitGemmArgs& args, const char* image) const {
     return image + d * args.source_stride[3] + h * args.source_stride[4] + w * args.source_stride[5];
   }
+  __device__ __forceinline__ bool inside_of(const ImplicitGemmArgs& args) const {
+    return inside(d, args.axis[0].size) && inside(h, args.axis[1].size) && inside(w, args.axis[2].size);
+  }
   __device__ __forceinline__ TapSet taps(const ImplicitGemmArgs& args, const Phases& phases) const {
     return TapSet(args, phases, d, h, w);
   }
@@ -234,28 +237,34 @@ class PlaneTaps {
   u32 tap_;
 };
 
-// A of fprop and dgrad in flat planes: rows are source channels, columns are pixels.
-template <class Tile, int kThreads>
-class FlatChannels {
+// A of fprop and dgrad of one tap: rows are source channels, columns are kWords adjacent pixels of the result.
+template <class Tile, int kThreads, int kWords>
+class PointwisePixels {
  public:
-  using Own = Chunks<Tile, kThreads>;
+  using Own = Chunks<Tile, kThreads, kWords>;
 
-  __device__ __forceinline__ FlatChannels(const ImplicitGemmArgs& args, const Phases& phases, int group, int first,
-                                          int pixels, int step)
+  __device__ __forceinline__ PointwisePixels(const ImplicitGemmArgs& args, const Phases& phases, int group,
+                                             int first, int pixels, int step)
       : args_(args), rows_(args.source_channels - step * Tile::kRows - Own::row()) {
-    const int pixel = first + Own::column() * 4;
+    const int pixel = first + Own::column() * kWords;
     const Position at(phases, pixel);
-    from_ = static_cast<const char*>(args.source) + group * args.source_stride[1] +
-            at.n * args.source_stride[0] + at.d * args.source_stride[3] + at.h * args.source_stride[4] +
-            at.w * args.source_stride[5] + (step * Tile::kRows + Own::row()) * args.source_stride[2];
-    if (pixel >= pixels) rows_ = 0;
+    const SourcePosition from(args, phases, at);
+    from_ = from.in(args, static_cast<const char*>(args.source) + group * args.source_stride[1] +
+                              at.n * args.source_stride[0]) +
+            (step * Tile::kRows + Own::row()) * args.source_stride[2];
+    if (pixel >= pixels || !from.inside_of(args)) rows_ = 0;
   }
   __device__ __forceinline__ u32 at(int i) const { return own_.at(i); }
   __device__ __forceinline__ void load(u32 tile, const Phases&) {
     const char* from = from_;
 #pragma unroll
     for (int i = 0; i < Own::kCount; ++i, from += Own::kThreadRows * args_.source_stride[2]) {
-      cp_async_zfill(tile + own_.at(i), from, i * Own::kThreadRows < rows_);
+      const bool there = i * Own::kThreadRows < rows_;
+      if constexpr (kWords == 4) {
+        cp_async_zfill(tile + own_.at(i), from, there);
+      } else {
+        cp_async<4>(tile + own_.at(i), from, there ? 4 : 0);
+      }
     }
     rows_ -= Tile::kRows;
     from_ += Tile::kRows * args_.source_stride[2];
