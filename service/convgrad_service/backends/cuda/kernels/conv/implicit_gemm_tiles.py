@@ -124,6 +124,9 @@ TILES = (
     Tile(128, 64, 32, 32, 4, 2),
     Tile(64, 128, 32, 32, 4, 2),
     Tile(128, 128, 64, 32, 4, 1),
+    Tile(128, 64, 32, 64, 3, 2),
+    Tile(128, 32, 32, 32, 3, 2),
+    Tile(32, 128, 32, 32, 3, 2),
 )
 # Tiles by whether it is a wgrad, and the bytes of a copy: those that 1,800 layers need, which would
 # be expected to take 0.2 % less with all, and one of them 24 %. TF32 has tiles of few channels, the
@@ -137,8 +140,8 @@ MENUS = {
     (True, 4): "32x32s6 32x64 64x32",
 }
 FLOAT32 = {
-    False: "128x16 32x32s6 64x32 64x64",
-    True: "32x32s6 32x64 64x32 64x64",
+    False: "128x16 128x32s3 128x64s3 32x32s6 64x32 64x64",
+    True: "128x64s3 32x128s3 32x32s6 32x64 64x32 64x64",
 }
 
 

@@ -45,6 +45,8 @@ struct MmaMultistage {
   __device__ static __forceinline__ void run(Accumulators& accum, u32 pipeline, int k_tiles, Load& load,
                                              ScalingFlags* flags) {
     constexpr int kPrefetch = kStages - 1;
+    // Parts of a large warp tile's operands leave no registers for the next ones.
+    constexpr bool kLoadsAhead = !kSplit || kWarpM * kWarpN < 32 * 64;
     // Opaque, or the compiler recomputes them for every k-tile.
     const u32 lane_a = opaque_value(FragmentsA::lane_offset(warp_row()));
     const u32 lane_b = opaque_value(TileA::kBytes + FragmentsB::lane_offset(warp_column()));
@@ -66,7 +68,7 @@ struct MmaMultistage {
         __syncthreads();
         if constexpr (kSplit) scaling.update(flags, read_stage, own);
         operands[0].load(a, b, 0);
-        operands[1].load(a, b, 1);
+        if constexpr (kLoadsAhead) operands[1].load(a, b, 1);
         multiply(sums, operands[0]);
       }
       if (k_tile + kPrefetch < k_tiles) load(write_stage);
@@ -80,11 +82,19 @@ struct MmaMultistage {
         scaling.inspect_all(next, own);
       }
       if (k_tile >= 0) {
-        operands[0].load(a, b, 2);
-        multiply(sums, operands[1]);
-        operands[1].load(a, b, 3);
-        multiply(sums, operands[0]);
-        multiply(sums, operands[1]);
+        if constexpr (kLoadsAhead) {
+          operands[0].load(a, b, 2);
+          multiply(sums, operands[1]);
+          operands[1].load(a, b, 3);
+          multiply(sums, operands[0]);
+          multiply(sums, operands[1]);
+        } else {
+#pragma unroll
+          for (int k = 1; k < 4; ++k) {
+            operands[0].load(a, b, k);
+            multiply(sums, operands[0]);
+          }
+        }
         read_stage = next;
       }
       if (inspects) scaling.apply(flags, next, own);
