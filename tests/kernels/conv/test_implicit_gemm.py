@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_tiles import TILES, Config
+from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_tiles import TILES, Config, Tile
 from tests.emulator.backend import EmulatedBackend, works_here
 from tests.support.kernels.cuda_backends import implicit_gemm
 from tests.support.kernels.harness import answers, check, drawn, with_layouts
@@ -40,6 +40,8 @@ WAYS = {
     "workspace": Config(TILE[128, 32], 1, 3),
     "both": Config(TILE[64, 32], 2, 2),
 }
+OF_FLOAT32 = ("128x16", "128x32s3", "128x64s3", "32x128s3")
+FLOAT32_TILES = [tile for tile in TILES if str(tile) in OF_FLOAT32]
 TF32 = 2.0**-10  # error of rounding the factors
 
 
@@ -60,12 +62,13 @@ def test_right(seed: int, case: Case, way: str, gate: str) -> None:
             check(found, wanted, gate, what, TF32 if precision == "high" else 0.0)
 
 
+@pytest.mark.parametrize("tile", FLOAT32_TILES, ids=str)
 @pytest.mark.parametrize("op", FROM_CONV)
-def test_narrow_tiles_of_float32(seed: int, op: str) -> None:
-    """Rows of operands that are contiguous along M or N have 64 bytes in shared memory."""
+def test_tiles_of_float32(seed: int, op: str, tile: Tile) -> None:
+    """Rows of operands that are contiguous along M or N have 64 to 512 bytes in shared memory."""
     (case,) = (case for case in conv_cases(op) if case.name == "channels_67")
     tensors, wanted = drawn(seed, case, "float32", "bounded")
-    backend = EmulatedBackend(implicit_gemm(Config(TILE[128, 16])))
+    backend = EmulatedBackend(implicit_gemm(Config(tile, 2)))
     for precision, rounded in (("high", TF32), ("highest", 0.0)):
         posed = case.with_params(precision, precision=precision)
         for layout in ("NCHW", "NHWC"):

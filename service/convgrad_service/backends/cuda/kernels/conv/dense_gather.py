@@ -183,12 +183,14 @@ def expected_s(
 
     columns = ceil_div(written, tile.n) * work.groups
     depths = ceil_div(read, tile.depth(work.dtype))
-    blocks = steps = 0
+    shared, blocks, steps, longest_s = shared_bytes(tile, axes, int64), 0, 0, 0.0
     for pixels, taps in phases:
         count = ceil_div(pixels, tile.m) * columns
         blocks += count
         steps += count * taps * depths
-    return tile.expected_s(device, blocks, steps / blocks, shared_bytes(tile, axes, int64))
+        # Blocks of other phases may have little to do.
+        longest_s = max(longest_s, tile.expected_s(device, count, taps * depths, shared))
+    return max(longest_s, tile.expected_s(device, blocks, steps / blocks, shared))
 
 
 def gather_tile(work: ConvWork, axes: list[Axis], device: CudaDevice, int64: bool) -> DenseTile:

@@ -8,7 +8,7 @@ slower than the best on average. The same constants rank configurations on other
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from math import log2
+from math import ceil, log2
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,23 +51,32 @@ def expected_s(gemm: Gemm, dtype: DType, config: Config, device: CudaDevice) -> 
     size, warps = tile.m * tile.n / UNIT_ACCUMULATORS, tile.threads / 32 / UNIT_WARPS
     irregular = rates.irregular if gemm.irregular else 1.0
     steps = config.steps(gemm, dtype)
+    # Phases of dgrad without taps only store zeros; in 16-bit types, the corrections know that.
+    uneven = dtype.itemsize == 4 and gemm.deepest < len(gemm.phases)
+    deepest = gemm.deepest / len(gemm.phases) if uneven else 1.0
+    mean_steps = gemm.mean_steps(dtype) / config.splits if uneven else float(steps)
     blocks = gemm.tiles(tile) * gemm.groups * len(gemm.phases) * config.splits
     usable = OF_LARGE_CLUSTERS if config.cluster > 2 else MULTIPROCESSORS
     blocks_per_sm = ceil_div(blocks * MULTIPROCESSORS, usable * device.multiprocessors)
-    resident = min(blocks_per_sm, tile.resident(device, config.cluster, steps))
+    resident = tile.resident(device, config.cluster, steps)
+    waves = ceil_div(blocks_per_sm, resident)
+    deep_waves = ceil(blocks_per_sm * deepest / resident)
 
     block_latency = rates.block + rates.block_size * size / warps
     block_latency += rates.block_irregular if gemm.irregular else 0.0
     copies = 1.0 if gemm.copies.planes else COPIES[gemm.copies.vector]
-    block_latency += steps * (rates.step * irregular * copies + rates.step_size * size / warps)
+    step_latency = rates.step * irregular * copies + rates.step_size * size / warps
     copied = (tile.m + tile.n) * STEP_BYTES * MULTIPROCESSORS / 1e6 / rates.l2
     work = max(rates.size * size + rates.warps * warps * irregular, copied) * copies
     if gemm.irregular:
-        work *= 1 + CROWDED * min(1.0, blocks_per_sm / resident / CROWDED_WAVES)
-    block_issue = rates.block_issue * (warps + size) / 2 + steps * work
+        crowded = blocks_per_sm / min(blocks_per_sm, resident) / CROWDED_WAVES
+        work *= 1 + CROWDED * min(1.0, crowded)
+    block_issue = rates.block_issue * (warps + size) / 2 + mean_steps * work
+    first = block_latency + steps * step_latency
     sm_time = max(
-        block_latency * ceil_div(blocks_per_sm, resident),
-        block_latency + (blocks_per_sm - 1) * block_issue,
+        first * deep_waves,
+        (block_latency + mean_steps * step_latency) * waves,
+        first + (blocks_per_sm - 1) * block_issue,
     )
     memory = gemm.bytes / 1e6 / rates.memory
 

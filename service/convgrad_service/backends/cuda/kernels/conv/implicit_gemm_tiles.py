@@ -211,6 +211,11 @@ class Gemm:
         """K of the deepest phase."""
         return max(depth for _, depth in self.phases)
 
+    @cached_property
+    def deepest(self) -> int:
+        """Phases as deep as the deepest."""
+        return sum(depth == self.depth for _, depth in self.phases)
+
     def tiles(self, tile: Tile) -> int:
         """Return the number of tiles in the grid per phase and group."""
         return ceil_div(self.rows, tile.m) * ceil_div(self.columns, tile.n)
@@ -218,3 +223,11 @@ class Gemm:
     def steps(self, dtype: DType) -> int:
         """Return the most k-tiles of any phase."""
         return ceil_div(self.depth * dtype.itemsize, STEP_BYTES)
+
+    def mean_steps(self, dtype: DType) -> float:
+        """Return the k-tiles of a phase on average."""
+        return (
+            sum(depth for _, depth in self.phases)
+            * dtype.itemsize
+            / (STEP_BYTES * len(self.phases))
+        )
