@@ -36,6 +36,7 @@ GEOMETRIES = {
     "channels_67": CONVS["channels_67"],
     # Several reduction steps per tap, and several images.
     "deep": Conv(3, 72, 40, (7, 6), (3, 3), padding=1),
+    "pointwise": Conv(3, 72, 40, (6, 6), (1, 1)),
 }
 FIRST = {
     "first": Conv(2, 3, 32, (13, 16), (7, 7), 2, 3),
