@@ -256,6 +256,10 @@ def reads_planes(work: ConvWork) -> bool:
         return False
     if work.direction == "bwd_weight" and not taps_follow_channels(work):
         return False
+    each = all(stride >= size for stride, size in zip(work.stride, work.kernel, strict=True))
+    if work.direction == "bwd_data" and work.taps > 1 and each:
+        # A phase has one tap, so adjacent elements of K are a row of the weight apart.
+        return False
     inputs = [one for one in _inputs(work) if one[0] is not work.w]
     if any(operand.strides[2] == 1 or operand.strides[5] != 1 for operand, _ in inputs):
         return False

@@ -1,8 +1,9 @@
 """Cost model of implicit_gemm, which chooses its tile and splits.
 
-The constants were fitted on an H200 to half of 250 random layers (`tests/perf/random_layers.py`,
-seed 11, bfloat16, channels last), with all tiles and splits. On the other half, the choice was 5 %
-slower than the best on average. The same constants rank configurations on other devices.
+The constants of 16-bit types were fitted on an H200 to half of 250 random layers
+(`tests/perf/random_layers.py`, seed 11, bfloat16, channels last), with all tiles and splits. On the
+other half, the choice was 5 % slower than the best on average. Those of float32 were fitted by
+`tests/perf/fit_implicit.py`. The same constants rank configurations on other devices.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from convgrad.dtypes import DType
-from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_rates import rates_of
+from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_rates import Rates, rates_of
 from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_tiles import (
     CLUSTERS,
     STEP_BYTES,
@@ -42,12 +43,14 @@ COPIES = {16: 1.0, 8: 2.0, 4: 2.5}
 CROWDED, CROWDED_WAVES = 0.8, 8
 
 
-def expected_s(gemm: Gemm, dtype: DType, config: Config, device: CudaDevice) -> float:
-    """Return the expected seconds of a launch in a CUDA graph.
+def expected_s(
+    gemm: Gemm, dtype: DType, config: Config, device: CudaDevice, rates: Rates | None = None
+) -> float:
+    """Return the expected seconds of a launch in a CUDA graph, with ``rates`` or the shipped ones.
 
     A k-tile has the same number of bytes in all types.
     """
-    rates, tile = rates_of(gemm, dtype), config.tile
+    rates, tile = rates or rates_of(gemm, dtype), config.tile
     size, warps = tile.m * tile.n / UNIT_ACCUMULATORS, tile.threads / 32 / UNIT_WARPS
     irregular = rates.irregular if gemm.irregular else 1.0
     steps = config.steps(gemm, dtype)
