@@ -72,7 +72,7 @@ class Row:
 
 def rows_of(path: Path) -> dict[tuple[bool, ...], list[Row]]:
     """The rows by what has rates of its own."""
-    found = defaultdict(list)
+    found: dict[tuple[bool, ...], list[Row]] = defaultdict(list)
     for text in path.read_text(encoding="utf-8").splitlines():
         line = json.loads(text)
         problem: Any = problem_of({**line, "groups": 1}, "float32", line["layout"], line["op"])
