@@ -203,7 +203,7 @@ SHORT_GEMM, GEMMS = PointwiseGemm(most_s=25e-6), (PointwiseGemm(), IMPLICIT_GEMM
 
 def _in_float32(*alternatives: Sequence[Family[ConvWork]]) -> FastestExpected[ConvWork]:
     """Return a choice for float32, where channels first `FLOAT32_GEMM` needs no copies."""
-    overheads = OVERHEADS | THROUGH_CHANNELS_LAST
+    overheads = THROUGH_CHANNELS_LAST | OVERHEADS
     return FastestExpected((FLOAT32_GEMM,), *alternatives, overheads=overheads)
 
 
