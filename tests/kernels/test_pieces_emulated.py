@@ -39,7 +39,9 @@ CASES = [FROM_CONV[operation](name, conv) for name, conv in LAYERS.items() for o
 FEW = replace(H200, multiprocessors=2)
 
 
-def alike(seed: int, case: Case, dtype: str, layout: str, parts: int) -> bool | None:
+def alike(
+    seed: int, case: Case, dtype: str, layout: str, parts: int, precision: str = "high"
+) -> bool | None:
     """Whether the pieces' orders are the whole's; then the bits must agree. None if not split.
 
     Both are planned for few multiprocessors, so that small layers have several waves of tiles.
@@ -48,7 +50,7 @@ def alike(seed: int, case: Case, dtype: str, layout: str, parts: int) -> bool | 
     tensors = draw(case, rng_for(seed, case.id, dtype), DTYPES[dtype], normals)
     params = {**case.params, "layout": layout}
     if dtype == "float32":
-        params["precision"] = "high"
+        params["precision"] = precision
     arrays = request_arrays(case, tensors, layout)
     request = validate(OPERATIONS[case.operation].request, {**arrays, **params})
     problem = problem_from(case.operation, request)
@@ -90,7 +92,8 @@ def test_random_layers(seed: int, number: int) -> None:
     )  # fmt: skip
     case = FROM_CONV[str(rng.choice(MOVED))](str(kind), conv)
     dtype = str(rng.choice(["bfloat16", "float16", "float32"]))
-    alike(seed, case, dtype, str(rng.choice(["NHWC", "NCHW"])), int(rng.choice([2, 3, 7])))
+    layout, parts = str(rng.choice(["NHWC", "NCHW"])), int(rng.choice([2, 3, 7]))
+    alike(seed, case, dtype, layout, parts, str(rng.choice(["high", "highest"])))
 
 
 @pytest.mark.parametrize("family", [HopperGather(), ImplicitGemm()], ids=lambda one: one.name)

@@ -42,7 +42,7 @@ from convgrad_service.backends.cuda.kernels.conv.hopper_gather_plan import (
     candidates as gather_candidates,
 )
 from convgrad_service.backends.cuda.kernels.conv.hopper_weight import reachable
-from convgrad_service.backends.cuda.kernels.conv.implicit_gemm import gathering, gemm_of
+from convgrad_service.backends.cuda.kernels.conv.implicit_gemm import gemm_of
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm import (
     COUNTERS,
     SWAPPED,
@@ -119,7 +119,7 @@ class Lines:
 
     def __init__(self, work: ConvWork, device: CudaDevice) -> None:
         self._work, self._device = work, device
-        self._axes = [gather_axis(gathering(work), dim) for dim in range(3)]
+        self._axes = [gather_axis(work, dim) for dim in range(3)]
         # Configurations by name, made when they are first asked for.
         self._named: dict[str, dict[str, Any]] = {}
 
@@ -135,7 +135,7 @@ class Lines:
             model = f"{family}_{product.kind}"
             return model, pointwise_gemm_model.line_of(product, device, config, s)
         if family == "implicit_gemm":
-            gemm = gemm_of(work, axes)
+            gemm = gemm_of(work)
             found = [(s, self._find(family, name))]
             model = f"{family}_{'weight' if gemm.weight else 'gather'}"
             return model, implicit_gemm_model.lines(gemm, work.dtype, device, found)[0]
@@ -173,7 +173,7 @@ class Lines:
             work, device = self._work, self._device
             every: Iterable[Any]
             if family == "implicit_gemm":
-                gemm = gemm_of(work, self._axes)
+                gemm = gemm_of(work)
                 every = implicit_gemm_model.candidate_configs(gemm, work.dtype, device, COUNTERS)
             elif family == "hopper_gather":
                 every = gather_candidates(work, self._axes, device)

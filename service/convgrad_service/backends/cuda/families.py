@@ -8,6 +8,7 @@ before those that it replaces. The last family of each role applies to everythin
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.conv.batch_last_weight import BatchLastWeight
@@ -103,6 +104,10 @@ OVERHEADS = {
 }
 # Of each copy between layouts, besides its bytes; in 20 depthwise layers on an H200.
 COPY_S = 3.2e-6
+THROUGH_CHANNELS_LAST = {
+    f"{name}_through_channels_last": replace(overhead, copy_s=COPY_S)
+    for name, overhead in OVERHEADS.items()
+}
 # Copies between layouts.
 COPIES = (Transpose(), RowCopy(), RowPack(), StridedCopy())
 
@@ -200,31 +205,37 @@ DENSE_CONV_WEIGHT = (
 )
 SPLIT_GATHER = ResultThroughChannelsLast(SplitGather(), COPIES, timed=True), SplitGather()
 SPLIT_WEIGHT = ResultThroughChannelsLast(SplitWeight(), COPIES), SplitWeight()
-# Small layers, and those that no family above takes. On an H200, 53 gradients of 81 random ones in
-# TF32 are expected to be faster with these; they take 0.12 to 1.21 of the others' time (geometric
-# mean 0.82). 14 layers that only fallback kernels take otherwise take 0.28 to 1.02 of their time; 7
-# in TF32 with fewer than 4 channels 0.31 to 1.55.
+# Small layers, and those that no family above takes. 14 layers that only fallback kernels take
+# otherwise take 0.28 to 1.02 of their time on an H200; 7 in TF32 with fewer than 4 channels 0.31 to
+# 1.55.
 IMPLICIT_GEMM = ImplicitGemm(dtypes=(DType.FLOAT16, DType.BFLOAT16))
-IMPLICIT_GEMMS = (IMPLICIT_GEMM, ImplicitGemm(dtypes=(DType.FLOAT32,), least_channels=4))
+FLOAT32_GEMM = ImplicitGemm(dtypes=(DType.FLOAT32,), least_channels=4)
+IMPLICIT_GEMMS = (IMPLICIT_GEMM, FLOAT32_GEMM)
 # 1x1 convolutions as GEMMs. For channels first, and for those expected to be short, no other family
 # was ever faster, so they are not compared.
 PLANES_GEMM = PointwiseGemm(planes=True)
-SHORT_GEMM, GEMMS = PointwiseGemm(most_s=25e-6), (PointwiseGemm(), *IMPLICIT_GEMMS)
+SHORT_GEMM, GEMMS = PointwiseGemm(most_s=25e-6), (PointwiseGemm(), IMPLICIT_GEMM)
+
+
+def _in_float32(*alternatives: Sequence[Family[ConvWork]]) -> FastestExpected[ConvWork]:
+    """Return a choice for float32, where channels first `FLOAT32_GEMM` needs no copies."""
+    overheads = THROUGH_CHANNELS_LAST | OVERHEADS
+    return FastestExpected((FLOAT32_GEMM,), *alternatives, overheads=overheads)
+
+
 # Channels that are whole chunks of 16 bytes, or not.
 WHOLE_CHUNKS = (
     Tuned((PointwiseGemm(), IMPLICIT_GEMM, HopperGather(), HopperHalo())),
     PLANES_GEMM,
     SHORT_GEMM,
-    FastestExpected(
-        DENSE_CONV, (HopperGather(direct=True),), SPLIT_GATHER, GEMMS, overheads=OVERHEADS
-    ),
+    _in_float32(DENSE_CONV, (HopperGather(direct=True),), SPLIT_GATHER),
+    FastestExpected(DENSE_CONV, (HopperGather(direct=True),), GEMMS, overheads=OVERHEADS),
 )
 WHOLE_CHUNKS_WEIGHT = (
     Tuned((PointwiseGemm(), IMPLICIT_GEMM, HopperWeight(), HopperWeightSingle(), DenseWeight())),
     SHORT_GEMM,
-    FastestExpected(
-        DENSE_CONV_WEIGHT, (HopperWeightSingle(),), SPLIT_WEIGHT, GEMMS, overheads=OVERHEADS
-    ),
+    _in_float32(DENSE_CONV_WEIGHT, (HopperWeightSingle(),), SPLIT_WEIGHT),
+    FastestExpected(DENSE_CONV_WEIGHT, (HopperWeightSingle(),), GEMMS, overheads=OVERHEADS),
 )
 DENSE = (PaddedResult(WHOLE_CHUNKS, COPIES), *WHOLE_CHUNKS)
 DENSE_WEIGHT = (PaddedResult(WHOLE_CHUNKS_WEIGHT, COPIES), *WHOLE_CHUNKS_WEIGHT)

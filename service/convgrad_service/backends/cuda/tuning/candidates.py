@@ -22,7 +22,6 @@ from convgrad_service.backends.cuda.kernels.conv.hopper_weight_single import (
 )
 from convgrad_service.backends.cuda.kernels.conv.implicit_gemm import (
     ImplicitGemm,
-    gathering,
     gemm_of,
 )
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm import (
@@ -68,7 +67,7 @@ def candidates(work: ConvWork, device: CudaDevice) -> Iterator[list[Candidate]]:
             for time_s, config in product.timed(one, device, COUNTERS)
         )
     if ImplicitGemm().why_not(work, device) is None:
-        gemm = gemm_of(work, [gather_axis(gathering(work), dim) for dim in range(3)])
+        gemm = gemm_of(work)
         yield _sorted(
             Candidate(
                 ImplicitGemm(config),

@@ -10,7 +10,7 @@
 
 #include "core/epilogue.cuh"
 #include "core/operand_scaling.cuh"
-#include "ptx/mma.cuh"
+#include "core/split_tf32.cuh"
 
 namespace convgrad {
 
@@ -101,22 +101,6 @@ __device__ __forceinline__ void load_a(u32 (&to)[kCount][4], u32 from, int step)
   for (int i = 0; i < kCount; ++i) load_fragment<T, Tile, true, kSplit>(to[i], from, i, step);
 }
 
-// Full-precision float32 on tensor cores: an operand is the sum of two TF32 numbers, high + low,
-// and
-//   a * b = a.high * b.high + a.high * b.low + a.low * b.high,
-// where the omitted term, and the bits of low that mma truncates, are at most 2^-21 of |a * b|. As
-// mma truncates its accumulators, they are promoted to float32 sums after every k-tile.
-//
-// The low part of an infinity is NaN, which propagates to the result. Operands whose low part would
-// underflow TF32, or whose high part would round to infinity, are scaled by powers of two
-// beforehand; see OperandScaling.
-__device__ __forceinline__ void split(const u32 (&words)[4], u32 (&high)[4], u32 (&low)[4]) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    high[i] = (words[i] + 0x1000) & ~0x1fffu;
-    low[i] = __float_as_uint(__uint_as_float(words[i]) - __uint_as_float(high[i]));
-  }
-}
 // Two consecutive results, rounded.
 template <class T>
 __device__ __forceinline__ void store_two(T* to, float first, float second) {
@@ -141,7 +125,8 @@ __device__ __forceinline__ void multiply(float (&sum)[kRowFragments][kColumnPair
                                          Prepare&& prepare, Fetch&& fetch, Copy&& copy, Own&& own,
                                          ScalingFlags* flags) {
   constexpr int kStageBytes = TileA::kBytes + TileB::kBytes;
-  OperandScaling<kCopies, TileA::kBytes, TileB::kBytes> scaling;
+  constexpr int kACopies = kCopies * TileA::kBytes / kStageBytes;
+  OperandScaling<kACopies, kCopies - kACopies> scaling;
   if constexpr (kSplit) scaling.init(flags);
 #pragma unroll 1
   for (int stage = 0; stage < kStages - 1; ++stage) {
@@ -235,24 +220,7 @@ __device__ __forceinline__ void multiply(float (&sum)[kRowFragments][kColumnPair
               split(a[step & 1][i], a_high[i], a_low[i]);
             }
           }
-          u32 b_high[4], b_low[4];
-          split(b[now], b_high, b_low);
-          // Small products first, and no two consecutive mma instructions on one accumulator.
-#pragma unroll
-          for (int i = 0; i < kRowFragments; ++i) {
-            mma<T>(part[i][pair * 2], a_low[i], b_high[0], b_high[1]);
-            mma<T>(part[i][pair * 2 + 1], a_low[i], b_high[2], b_high[3]);
-          }
-#pragma unroll
-          for (int i = 0; i < kRowFragments; ++i) {
-            mma<T>(part[i][pair * 2], a_high[i], b_low[0], b_low[1]);
-            mma<T>(part[i][pair * 2 + 1], a_high[i], b_low[2], b_low[3]);
-          }
-#pragma unroll
-          for (int i = 0; i < kRowFragments; ++i) {
-            mma<T>(part[i][pair * 2], a_high[i], b_high[0], b_high[1]);
-            mma<T>(part[i][pair * 2 + 1], a_high[i], b_high[2], b_high[3]);
-          }
+          multiply_split(part, pair, a_high, a_low, b[now]);
         } else {
 #pragma unroll
           for (int i = 0; i < kRowFragments; ++i) {

@@ -190,10 +190,10 @@ TILES = (
     DenseTile(128, 128, 64, 64, 64, 4, 2, flops=400e12, start_s=6.5e-6),
 )
 TILES_3XTF32 = (
-    DenseTile(128, 128, 32, 64, 128, 3, 1, flops=122e12, start_s=3e-6, tf32x3=True),
-    DenseTile(64, 64, 32, 32, 128, 3, 2, flops=104e12, start_s=3e-6, tf32x3=True),
-    DenseTile(32, 128, 32, 32, 128, 3, 2, flops=100e12, start_s=3e-6, tf32x3=True),
-    DenseTile(128, 64, 32, 64, 128, 3, 2, flops=116e12, start_s=3e-6, tf32x3=True),
+    DenseTile(128, 128, 32, 64, 128, 3, 1, flops=115e12, start_s=0.9e-6, tf32x3=True),
+    DenseTile(64, 64, 32, 32, 128, 3, 2, flops=99e12, start_s=0.3e-6, tf32x3=True),
+    DenseTile(32, 128, 32, 32, 128, 3, 2, flops=90e12, start_s=0.9e-6, tf32x3=True),
+    DenseTile(128, 64, 32, 64, 128, 3, 2, flops=115e12, start_s=0.8e-6, tf32x3=True),
 )
 # The fewest k-tiles of a split, and the most bytes of partial sums, unless the caller asks for
 # more.

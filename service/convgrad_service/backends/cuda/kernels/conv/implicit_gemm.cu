@@ -6,18 +6,23 @@
 //   dgrad   pixels of a phase of the       input channels          taps of the phase x output channels
 //           input
 //   wgrad   output channels                taps x input channels   pixels of the output
-// Channels of a tap are padded to 16-byte chunks, in K and (wgrad) in N. Groups are a batch dimension.
+// Channels of a tap are padded to 16-byte chunks, in K and (wgrad) in N. With PLANES, tensors are channels first
+// in float32, and taps are faster than channels, which are not padded. Groups are a batch dimension.
+//
+// With SPLIT, products of float32 are three of TF32 (core/split_tf32.cuh).
 //
 // Grid: blocks of a cluster (fastest), column tiles, row tiles; groups; workspace splits, then phases.
 // Block: a kM x kN tile (core/mma_multistage.cuh). K is split among the blocks of a cluster, which reduce
 //   through distributed shared memory in the order of their ranks, and, where that is not enough, among
 //   clusters, which leave partial sums in a workspace: the last block to arrive reduces them in the order of
 //   clusters.
-// Shared memory (dynamic): the pipeline's stages, reused by the reduction; mbarrier.
+// Shared memory (dynamic): mbarrier and flags of SPLIT; the pipeline's stages, reused by the reduction.
 // Preconditions: channels of the source, of the weight's inner dimension and of grad_output are contiguous, in
-//   aligned vectors of VECTOR bytes; counters are zero.
+//   aligned vectors of VECTOR bytes. With PLANES instead: an image of the source below 2^31 bytes, up to ten
+//   taps along a dimension, and wgrad's result contiguous as (channels, taps). Counters are zero.
 // Determinism: one order of additions, decided by the launch.
 // Limits: pixels of a phase and K below 2^31; 64-bit offsets.
+#include "conv/implicit_gemm_planes.cuh"
 #include "conv/implicit_gemm_result.cuh"
 #include "core/cluster_reduce.cuh"
 #include "core/mma_multistage.cuh"
@@ -27,75 +32,70 @@ using namespace convgrad;
 
 namespace {
 
-// The operand loaders of fprop and dgrad: pixels and weights.
-template <class Gemm, Operation kOperation, int kVector>
-struct GatherLoads {
-  using T = typename Gemm::T;
-  static constexpr bool kForward = kOperation == Operation::kFprop;
-  template <bool kFirst, class A, class B>
-  struct Either {
-    using type = A;
-  };
-  template <class A, class B>
-  struct Either<false, A, B> {
-    using type = B;
-  };
-  using Weights = typename Either<
-      kForward, WeightRows<T, typename Gemm::TileB, Gemm::kThreads, kVector>,
-      WeightColumns<T, typename Gemm::TileB, Gemm::kThreads, kVector>>::type;
+// The loaders of both operands.
+template <class Gemm, class A, class B>
+struct Loads {
+  using OwnA = typename A::Own;
+  using OwnB = typename B::Own;
+  using Scaling = OperandScaling<OwnA::kCount, OwnB::kCount, OwnA::kWords, OwnB::kWords>;
+  static_assert(!Gemm::kSplit || (OwnA::kAll && OwnB::kAll), "each thread copies");
 
   const Phases& phases;
-  PixelRows<T, typename Gemm::TileA, Gemm::kThreads, kVector> pixels;
-  Weights weights;
+  A a;
+  B b;
 
-  __device__ __forceinline__ GatherLoads(const ImplicitGemmArgs& args, const Phases& phases,
-                                         int group, int row, int rows, int column, int first_step)
+  __device__ __forceinline__ Loads(const ImplicitGemmArgs& args, const Phases& phases, int group,
+                                   int row, int pixels, int column, int first_step)
       : phases(phases),
-        pixels(args, phases, group, row, rows, first_step),
-        weights(args, phases, group, column, first_step) {}
+        a(args, phases, group, row, pixels, first_step),
+        b(args, phases, group, column, pixels, first_step) {}
 
-  __device__ __forceinline__ void operator()(u32 stage) {
-    pixels.load(stage, phases);
-    weights.load(stage + Gemm::TileA::kBytes, phases);
+  __device__ __forceinline__ u32 own(int i) const {
+    return i < OwnA::kCount ? a.at(i) : Gemm::TileA::kBytes + b.at(i - OwnA::kCount);
   }
-};
-
-// The operand loaders of wgrad: pixels of grad_output, and of the input at each column's tap.
-template <class Gemm, int kVector>
-struct WgradLoads {
-  using T = typename Gemm::T;
-  GradientPixels<T, typename Gemm::TileA, Gemm::kThreads, kVector> gradient;
-  TapColumns<T, typename Gemm::TileB, Gemm::kThreads, kVector> input;
-
-  __device__ __forceinline__ WgradLoads(const ImplicitGemmArgs& args, const Phases& phases,
-                                        int group, int row, int pixels, int column, int first_step)
-      : gradient(args, phases, group, row, first_step, pixels),
-        input(args, phases, group, column, first_step, pixels) {}
-
   __device__ __forceinline__ void operator()(u32 stage) {
-    gradient.load(stage);
-    input.load(stage + Gemm::TileA::kBytes);
+    a.load(stage, phases);
+    b.load(stage + Gemm::TileA::kBytes, phases);
   }
-};
-
-template <class Gemm, Operation kOperation>
-struct LoadsOf;
-template <class Gemm>
-struct LoadsOf<Gemm, Operation::kFprop> {
-  using type = GatherLoads<Gemm, Operation::kFprop, VECTOR>;
-};
-template <class Gemm>
-struct LoadsOf<Gemm, Operation::kDgrad> {
-  using type = GatherLoads<Gemm, Operation::kDgrad, VECTOR>;
-};
-template <class Gemm>
-struct LoadsOf<Gemm, Operation::kWgrad> {
-  using type = WgradLoads<Gemm, VECTOR>;
 };
 
 constexpr Operation kOperation = Operation::OPERATION;
-using Gemm = MmaMultistage<ELEMENT, BM, BN, WM, WN, STAGES, kOperation == Operation::kWgrad,
-                           kOperation != Operation::kFprop>;
+constexpr bool kWgrad = kOperation == Operation::kWgrad;
+constexpr bool kPlanes = PLANES != kNoPlanes, kFlat = PLANES == kFlatPlanes;
+// Channels first, the weight of several taps is read by element, that of one tap as channels last.
+constexpr bool kElements = kPlanes && VECTOR == 4;
+constexpr bool kWeightColumns = kOperation == Operation::kDgrad && !kElements;
+using Gemm = MmaMultistage<ELEMENT, BM, BN, WM, WN, STAGES, kWgrad != kPlanes,
+                           kWeightColumns || (kWgrad && !kPlanes), SPLIT>;
+using TileA = Gemm::TileA;
+using TileB = Gemm::TileB;
+constexpr int kThreads = Gemm::kThreads;
+
+template <bool kFirst, class A, class B>
+struct Either {
+  using type = A;
+};
+template <class A, class B>
+struct Either<false, A, B> {
+  using type = B;
+};
+
+using Pixels = Either<
+    kElements, PlanePixels<TileA, kThreads>,
+    Either<kPlanes, PointwisePixels<TileA, kThreads, kFlat ? 4 : 1>,
+           PixelRows<ELEMENT, TileA, kThreads, VECTOR>>::type>::type;
+using Weights =
+    Either<kElements, PlaneWeights<TileB, kThreads>,
+           Either<kWeightColumns, WeightColumns<ELEMENT, TileB, kThreads, VECTOR>,
+                  WeightRows<ELEMENT, TileB, kThreads, VECTOR>>::type>::type;
+using Gradient = Either<
+    kElements, PlaneGradient<TileA, kThreads>,
+    Either<kFlat, FlatPixels<TileA, kThreads, true>,
+           GradientPixels<ELEMENT, TileA, kThreads, VECTOR>>::type>::type;
+using Input = Either<kElements, PlaneTaps<TileB, kThreads>,
+                     Either<kFlat, FlatPixels<TileB, kThreads, false>,
+                            TapColumns<ELEMENT, TileB, kThreads, VECTOR>>::type>::type;
+using Load = Loads<Gemm, Either<kWgrad, Gradient, Pixels>::type, Either<kWgrad, Input, Weights>::type>;
 using Reduce = ClusterReduce<Gemm>;
 
 // Calls each(index, fragment, fragment_row, row, column) for this thread's part of the owned fragments:
@@ -144,7 +144,7 @@ extern "C" __global__ void __launch_bounds__(Gemm::kThreads, BLOCKS)
   using T = ELEMENT;
   extern __shared__ uint4 shared[];
   char* const base = reinterpret_cast<char*>(shared);
-  // The pipeline follows the mbarrier. Without a cluster, the reduction reuses its memory.
+  // The pipeline follows the mbarrier and the flags. Without a cluster, the reduction reuses its memory.
   char* const ring = base + 128;
   char* const room = args.cluster_log == 0 ? ring : ring + args.ring_bytes;
 
@@ -159,23 +159,23 @@ extern "C" __global__ void __launch_bounds__(Gemm::kThreads, BLOCKS)
   // fprop and wgrad have one phase, at constant offsets in the kernel parameters.
   const Phases phases(args, kOperation == Operation::kDgrad ? phase : 0);
   const int pixels = args.batch * phases.d->count * phases.h->count * phases.w->count;
-  const int row_end = kOperation == Operation::kWgrad ? args.rows : pixels;
+  const int row_end = kWgrad ? args.rows : pixels;
 
   // This block's range of k-tiles.
-  const int all_steps = kOperation == Operation::kWgrad
-                            ? (pixels + Gemm::kTileK - 1) / Gemm::kTileK
-                            : (phases.taps() * args.tap_chunks + 7) / 8;
+  const int all_steps = kWgrad    ? (pixels + Gemm::kTileK - 1) / Gemm::kTileK
+                        : kPlanes ? (phases.taps() * args.source_channels + Gemm::kTileK - 1) / Gemm::kTileK
+                                  : (phases.taps() * args.tap_chunks + 7) / 8;
   const int splits = args.workspace << args.cluster_log;
   const int each = divide(all_steps + splits - 1, args.by_splits);
   const int begin = min(static_cast<int>((part << args.cluster_log) + rank) * each, all_steps);
   const int steps = row < row_end ? min(each, all_steps - begin) : 0;
 
-  typename LoadsOf<Gemm, kOperation>::type load(args, phases, group, row, pixels, column, begin);
+  Load load(args, phases, group, row, pixels, column, begin);
   const Reduce reduce(room, shared_address(base), rank, args.cluster_log);
   reduce.prepare();
   wait_on_dependent_grids();
   typename Gemm::Accumulators sums = {};
-  Gemm::run(sums, shared_address(ring), steps, load);
+  Gemm::run(sums, shared_address(ring), steps, load, reinterpret_cast<ScalingFlags*>(base + 16));
   launch_dependent_grids();
   reduce.exchange(sums);
 
@@ -218,7 +218,7 @@ extern "C" __global__ void __launch_bounds__(Gemm::kThreads, BLOCKS)
     }
 #pragma unroll
     for (int first = 0; first < 8; first += kRun) {
-      const ResultColumns<kOperation, T> columns(args, phases, group, column + c + first);
+      const ResultColumns<kOperation, T, kPlanes> columns(args, phases, group, column + c + first);
 #pragma unroll 1
       for (int half = 0; half < 2; ++half) {
         const int at = row + r + half * 8;

@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from math import prod
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
-from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_args import MAX_PHASES, arguments
+from convgrad_service.backends.cuda.kernels.conv.dense_tiles import (
+    MAX_INDEX,
+    uses_3xtf32,
+    why_not_few_terms,
+)
+from convgrad_service.backends.cuda.kernels.conv.dense_weight import least_terms
+from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_args import (
+    MAX_PHASES,
+    MAX_PLANE_TAPS,
+    arguments,
+    taps_follow_channels,
+)
 from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_model import (
     candidate_configs,
     choose_config,
     expected_s,
 )
 from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_tiles import (
+    ANY_PLANES,
     CHUNK_BYTES,
+    FLAT_PLANES,
     Config,
+    Copies,
     Gemm,
     Tile,
     tiles_of,
@@ -28,6 +42,7 @@ from convgrad_service.backends.cuda.kernels.layout.channels_last import (
     prepare_side,
     prepare_weight,
 )
+from convgrad_service.backends.cuda.kernels.layout.planes import flat_planes
 from convgrad_service.plans.cuda.device import OVERLAPPING, CudaDevice
 from convgrad_service.plans.cuda.program import (
     ZEROS,
@@ -39,9 +54,8 @@ from convgrad_service.plans.cuda.program import (
     ceil_div,
 )
 from convgrad_service.plans.cuda.works import ConvWork, Operand
-from convgrad_service.problems.sizes import Size3
 
-__all__ = ["ImplicitGemm", "gathering", "gemm_of"]
+__all__ = ["ImplicitGemm", "gemm_of"]
 
 OPERATIONS = {"fwd": "kFprop", "bwd_data": "kDgrad", "bwd_weight": "kWgrad"}
 LEAST_VECTOR = 4
@@ -50,20 +64,11 @@ VECTORS = (16, 8, 4)
 COUNTERS = ZEROS_BYTES // 4
 
 
-@dataclass(frozen=True, slots=True)
-class _Operands:
-    """The two inputs in the kernel's order, and the bytes per cp.async."""
-
-    source: Prepared
-    other: Prepared
-    vector: int
-
-
 class ImplicitGemm:
-    """fwd, bwd_data and bwd_weight on tensor cores, in 16-bit types or TF32.
+    """fwd, bwd_data and bwd_weight on tensor cores, in 16-bit types, TF32 and true float32.
 
     Its prologue is short. It is for layers too small for large tiles, and for those that no other
-    kernel takes.
+    kernel takes. Channels first, it reads float32 in place.
     """
 
     name = "implicit_gemm"
@@ -92,8 +97,9 @@ class ImplicitGemm:
             return reason
         if work.dtype not in self._dtypes:
             return f"{work.dtype.value} is left to other families"
-        if work.dtype is DType.FLOAT32 and work.precision != "high":
-            return "TF32 is less precise than the float32 that was requested"
+        terms = least_terms(work) if work.direction == "bwd_weight" else work.channels[0]
+        if (reason := why_not_few_terms(work, terms)) is not None:
+            return reason
         if min(work.in_channels, work.out_channels) < self._least:
             return f"{work.in_channels} to {work.out_channels} channels would leave most of a chunk"
         if work.split_k is not None and work.split_k > 1:
@@ -107,31 +113,31 @@ class ImplicitGemm:
         return None
 
     def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
-        axes = [gather_axis(gathering(work), dim) for dim in range(3)]
-        operands = _operands(work, device)
-        gemm = gemm_of(work, axes, operands.vector)
+        axes = _axes(work)
+        source, other = _prepared(work, device)
+        gemm = gemm_of(work, axes)
         if self._config is None:
             time_s, config = choose_config(gemm, work.dtype, device, COUNTERS)
         else:
             config = self._config
             time_s = expected_s(gemm, work.dtype, config, device)
-        copies = (*operands.source.steps, *operands.other.steps)
-        workspace = [*operands.source.workspace, *operands.other.workspace]
+        copies = (*source.steps, *other.steps)
+        workspace = [*source.workspace, *other.workspace]
         partials = f"{work.prefix}implicit_gemm_partials"
         tile = config.tile
         tiles = gemm.tiles(tile)
         if config.workspace > 1:
             size = tiles * work.groups * len(gemm.phases) * config.workspace * tile.m * tile.n * 4
             workspace.append(Workspace(partials, size))
-        args = arguments(work, operands.source.operand, operands.other.operand, axes, gemm, config)
+        args = arguments(work, source.operand, other.operand, axes, gemm, config)
         launch = Launch(
-            _instance(tile, work.dtype, work.direction, operands.vector),
+            _instance(tile, gemm, work.dtype, work.direction),
             (tiles * config.cluster, work.groups, len(gemm.phases) * config.workspace),
             (tile.threads, 1, 1),
             pack(
                 args,
-                source=operands.source.operand,
-                other=operands.other.operand,
+                source=source.operand,
+                other=other.operand,
                 result=work.result,
                 accumulate=work.accumulate,
                 bias=work.bias,
@@ -151,25 +157,25 @@ class ImplicitGemm:
         )
 
     def tuned(self, config: str, work: ConvWork, device: CudaDevice) -> ImplicitGemm | None:
-        axes = [gather_axis(gathering(work), dim) for dim in range(3)]
-        gemm = gemm_of(work, axes, _operands(work, device).vector)
+        gemm = gemm_of(work)
         every = candidate_configs(gemm, work.dtype, device, COUNTERS)
         found = next((one for one in every if str(one) == config), None)
         return None if found is None else ImplicitGemm(found, self._dtypes, self._least)
 
     def instances(self) -> Iterable[Instance]:
         return [
-            _instance(tile, dtype, direction, vector)
+            Instance.of("conv/implicit_gemm.cu", **tile.defines(dtype, operation, copies))
             for dtype in self._dtypes
-            for direction in OPERATIONS
-            for vector in VECTORS
-            for tile in tiles_of(dtype, vector, weight=direction == "bwd_weight")
+            for direction, operation in OPERATIONS.items()
+            for copies in _copies(dtype, direction)
+            for tile in tiles_of(dtype, copies, weight=direction == "bwd_weight")
         ]
 
 
-def gemm_of(work: ConvWork, axes: list[Axis], vector: int = CHUNK_BYTES) -> Gemm:
-    """Return the GEMM of a convolution whose operands are copied in vectors of so many bytes."""
-    chunk = CHUNK_BYTES // work.dtype.itemsize
+def gemm_of(work: ConvWork, axes: list[Axis] | None = None) -> Gemm:
+    """Return the GEMM of a convolution."""
+    axes, copies = axes or _axes(work), copies_of(work)
+    chunk = 1 if copies.planes else CHUNK_BYTES // work.dtype.itemsize
     source, result = work.channels
     moved = work.elements * work.dtype.itemsize
     tap_channels = ceil_div(source, chunk) * chunk
@@ -177,45 +183,94 @@ def gemm_of(work: ConvWork, axes: list[Axis], vector: int = CHUNK_BYTES) -> Gemm
     if work.direction == "bwd_weight":
         phases = ((work.out_channels, work.pixels),)
         columns = work.taps * tap_channels
-        return Gemm(phases, columns, work.groups, moved, True, irregular, vector)
+        return Gemm(phases, columns, work.groups, moved, True, irregular, copies)
     found = tuple(
         (work.batch * d.count * h.count * w.count, d.taps * h.taps * w.taps * tap_channels)
         for d in axes[0].phases
         for h in axes[1].phases
         for w in axes[2].phases
     )
-    return Gemm(found, result, work.groups, moved, False, irregular, vector)
+    return Gemm(found, result, work.groups, moved, False, irregular, copies)
 
 
-def gathering(work: ConvWork) -> ConvWork:
-    """Return the work whose gather reads the source: wgrad reads the input as fprop does."""
-    return replace(work, direction="fwd") if work.direction == "bwd_weight" else work
+def _axes(work: ConvWork) -> list[Axis]:
+    """Return the axes of the gather that reads the source: wgrad reads the input as fprop does."""
+    gather = replace(work, direction="fwd") if work.direction == "bwd_weight" else work
+    return [gather_axis(gather, dim) for dim in range(3)]
 
 
-def _operands(work: ConvWork, device: CudaDevice) -> _Operands:
-    """Return the inputs, or channels-last copies of those that no vector can load."""
-    vectors = []
+def _copies(dtype: DType, direction: str) -> Iterator[Copies]:
+    """Yield all ways in which `copies_of` copies inputs."""
+    wide = dtype is DType.FLOAT32
+    for split in (False, True)[: 1 + wide]:
+        yield from (Copies(vector, split) for vector in VECTORS)
+        if wide:
+            yield Copies(CHUNK_BYTES, split, FLAT_PLANES)
+            yield Copies(LEAST_VECTOR, split, ANY_PLANES)
+        if wide and direction != "bwd_weight":
+            yield Copies(CHUNK_BYTES, split, ANY_PLANES)
 
-    def ready(operand: Operand, extents: tuple[int, ...], copied: Prepared) -> Prepared:
-        vector = vector_of(operand, extents)
-        if vector >= LEAST_VECTOR:
-            vectors.append(vector)
-            return Prepared(operand)
-        return copied
 
-    def activation(operand: Operand, channels: int, size: Size3, name: str) -> Prepared:
-        extents = work.batch, work.groups, channels, *size
-        return ready(operand, extents, prepare_side(work, name, device))
+def copies_of(work: ConvWork) -> Copies:
+    """Return how threads copy the inputs, or channels-last copies of those that no vector loads."""
+    split = uses_3xtf32(work)
+    if reads_planes(work):
+        # Of a 1x1 weight, channels are contiguous.
+        other, extents = _inputs(work)[1]
+        weight = work.direction == "bwd_weight"
+        chunks = work.taps == 1 and (weight or vector_of(other, extents) == CHUNK_BYTES)
+        if chunks and flat_planes(work) is not None:
+            return Copies(CHUNK_BYTES, split, FLAT_PLANES)
+        chunks = chunks and not weight
+        return Copies(CHUNK_BYTES if chunks else LEAST_VECTOR, split, ANY_PLANES)
+    vectors = [vector_of(operand, extents) for operand, extents in _inputs(work)]
+    return Copies(min((one for one in vectors if one), default=CHUNK_BYTES), split)
 
-    x = (work.x, work.in_channels, work.input, "input")
-    y = (work.y, work.out_channels, work.output, "grad_output")
-    if work.direction == "bwd_weight":
-        source, other = activation(*x), activation(*y)
-    else:
-        source = activation(*(y if work.direction == "bwd_data" else x))
-        extents = work.groups, work.out_channels, work.in_channels, *work.kernel
-        other = ready(work.w, extents, prepare_weight(work, device))
-    return _Operands(source, other, min(vectors, default=CHUNK_BYTES))
+
+def _inputs(work: ConvWork) -> Sequence[tuple[Operand, tuple[int, ...]]]:
+    """Return the source and the other input of the kernel, with their extents."""
+    x = work.x, (work.batch, work.groups, work.in_channels, *work.input)
+    y = work.y, (work.batch, work.groups, work.out_channels, *work.output)
+    w = work.w, (work.groups, work.out_channels, work.in_channels, *work.kernel)
+    return {"fwd": [x, w], "bwd_data": [y, w], "bwd_weight": [x, y]}[work.direction]
+
+
+def _prepared(work: ConvWork, device: CudaDevice) -> list[Prepared]:
+    """Return the source and the other input, or channels-last copies."""
+    names = "input" if work.direction == "bwd_weight" else "source", "grad_output"
+    planes = reads_planes(work)
+    found: list[Prepared] = []
+    for (operand, extents), name in zip(_inputs(work), names, strict=True):
+        if planes or vector_of(operand, extents):
+            found.append(Prepared(operand))
+        elif operand is work.w:
+            found.append(prepare_weight(work, device))
+        else:
+            found.append(prepare_side(work, name, device))
+    return found
+
+
+def reads_planes(work: ConvWork) -> bool:
+    """Return whether the kernel reads the operands in place, channels first."""
+    if work.dtype is not DType.FLOAT32 or max(work.kernel) > MAX_PLANE_TAPS:
+        return False
+    if work.direction == "bwd_weight" and not taps_follow_channels(work):
+        return False
+    each = all(stride >= size for stride, size in zip(work.stride, work.kernel, strict=True))
+    if work.direction == "bwd_data" and work.taps > 1 and each:
+        # A phase has one tap, so adjacent elements of K are a row of the weight apart.
+        return False
+    inputs = [one for one in _inputs(work) if one[0] is not work.w]
+    if any(operand.strides[2] == 1 or operand.strides[5] != 1 for operand, _ in inputs):
+        return False
+    operand, (_, _, channels, *size) = inputs[0]
+    reach = channels * operand.strides[2] + sum(
+        (extent + 2 * kernel * dilation) * stride
+        for extent, kernel, dilation, stride in zip(
+            size, work.kernel, work.dilation, operand.strides[3:], strict=True
+        )
+    )
+    return reach < MAX_INDEX // DType.FLOAT32.itemsize
 
 
 def vector_of(operand: Operand, extents: tuple[int, ...]) -> int:
@@ -234,7 +289,7 @@ def vector_of(operand: Operand, extents: tuple[int, ...]) -> int:
     return next(fitting, 0)
 
 
-def _instance(tile: Tile, dtype: DType, direction: str, vector: int) -> Instance:
+def _instance(tile: Tile, gemm: Gemm, dtype: DType, direction: str) -> Instance:
     return Instance.of(
-        "conv/implicit_gemm.cu", **tile.defines(dtype, OPERATIONS[direction], vector)
+        "conv/implicit_gemm.cu", **tile.defines(dtype, OPERATIONS[direction], gemm.copies)
     )

@@ -7,6 +7,9 @@ namespace convgrad {
 
 enum class Operation { kFprop, kDgrad, kWgrad };
 
+// Channels first: read by element, or 1x1 planes in chunks of 16 bytes.
+enum Planes { kNoPlanes, kAnyPlanes, kFlatPlanes };
+
 constexpr int kMaxPhases = 8;  // of dgrad, along one dimension
 
 // A phase: the positions y0 + m*y_step (m < `count`) of one dimension that have the same taps. The

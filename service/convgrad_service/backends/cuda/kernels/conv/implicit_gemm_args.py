@@ -16,12 +16,14 @@ from convgrad_service.backends.cuda.kernels.core.gather_axes import Axis, Phase,
 from convgrad_service.backends.cuda.kernels.layout.channels_last import in_whole_chunks
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.program import ceil_div
-from convgrad_service.plans.cuda.works import ConvWork, Operand
+from convgrad_service.plans.cuda.works import ConvWork, Operand, contiguous_strides
 from convgrad_service.problems.sizes import Size3
 
-__all__ = ["MAX_PHASES", "arguments"]
+__all__ = ["MAX_PHASES", "MAX_PLANE_TAPS", "arguments", "taps_follow_channels"]
 
 MAX_PHASES = 8
+MAX_PLANE_TAPS = 10
+"""Taps along a dimension where channels are first (``TapSet`` in implicit_gemm_planes.cuh)."""
 
 
 PhaseArgs = structure("conv/implicit_gemm_args.cuh", "GatherPhase")
@@ -43,7 +45,7 @@ def arguments(
 ) -> Any:
     """Return the kernel parameters without addresses.
 
-    ``source`` and ``other`` are the inputs, with contiguous channels.
+    ``source`` and ``other`` are the inputs: with contiguous channels, unless planes are copied.
     """
     source_channels, result_channels = work.channels
     result = work.result
@@ -80,6 +82,15 @@ def arguments(
         else (work.batch, work.groups, result_channels, *written)
     )
     args.result_in_vectors = in_whole_chunks(result, extents, 2)
+    if weight and gemm.copies.planes:
+        # Columns are adjacent results.
+        args.result_stride[2] = 1
+        chunk = CHUNK_BYTES // result.dtype.itemsize
+        args.result_in_vectors = not any(
+            stride % chunk
+            for stride, extent in zip(result.strides[:2], extents[:2], strict=True)
+            if extent > 1
+        )
     args.pixels_fastest = not weight and result.strides[2] != 1
     args.wide_result = work.result_dtype is DType.FLOAT32
     args.batch = work.batch
@@ -103,6 +114,14 @@ def arguments(
                 divider(phase.count),
             )
     return args
+
+
+def taps_follow_channels(work: ConvWork) -> bool:
+    """Return whether a weight is contiguous as (channels, taps), for each output channel."""
+    shape = work.in_channels, *work.kernel
+    wanted = contiguous_strides(shape)
+    strides = zip(shape, work.w.strides[2:], wanted, strict=True)
+    return all(stride == want for extent, stride, want in strides if extent > 1)
 
 
 def _linear(operand: Operand, batch: int, size: Size3) -> bool:

@@ -13,9 +13,11 @@ namespace convgrad {
 template <class T, class Tile, int kThreads, int kVector>
 class PixelRows {
  public:
+  using Own = Chunks<Tile, kThreads>;
+
   __device__ __forceinline__ PixelRows(const ImplicitGemmArgs& args, const Phases& phases,
                                        int group, int first, int pixels, int step)
-      : args_(args), to_(Own::first_at()), chunk_(args, step * 8 + Own::column()) {
+      : args_(args), chunk_(args, step * 8 + Own::column()) {
     first += Own::row();
     const char* const from =
         static_cast<const char*>(args.source) + group * args.source_stride[1];
@@ -38,19 +40,21 @@ class PixelRows {
     }
     find_tap(phases);
   }
+  // The offset of this thread's copy i in the tile.
+  __device__ __forceinline__ u32 at(int i) const { return own_.at(i); }
   __device__ __forceinline__ void load(u32 tile, const Phases& phases) {
     const int real = chunk_.left(args_) * static_cast<int>(sizeof(T));
 #pragma unroll
     for (int i = 0; i < Own::kCount; ++i) {
       if (!Own::exists()) continue;
-      copy_vectors<kVector>(tile + Own::at(to_, i), from_[i] + shift_, meets_ >> i & 1, real);
+      copy_vectors<kVector>(tile + own_.at(i), from_[i] + shift_, meets_ >> i & 1, real);
     }
     shift_ += 128;
     if (chunk_.advance(args_)) find_tap(phases);
   }
 
  private:
-  using Own = Chunks<Tile, kThreads>;
+  const Own own_;
   static constexpr int kOutside = -(1 << 30);  // outside the source at every tap
 
   __device__ __forceinline__ void find_tap(const Phases& phases) {
@@ -76,7 +80,6 @@ class PixelRows {
   }
 
   const ImplicitGemmArgs& args_;
-  const u32 to_;
   TapChunk<T> chunk_;
   i64 shift_;
   u32 meets_;  // one bit per row: whether it reads inside the source
@@ -100,30 +103,33 @@ __device__ __forceinline__ i64 weight_tap_at(const ImplicitGemmArgs& args, const
 template <class T, class Tile, int kThreads, int kVector>
 class WeightRows {
  public:
+  using Own = Chunks<Tile, kThreads>;
+
   __device__ __forceinline__ WeightRows(const ImplicitGemmArgs& args, const Phases& phases,
-                                        int group, int first, int step)
+                                        int group, int first, int, int step)
       : args_(args),
-        to_(Own::first_at()),
         rows_(args.result_channels - first - Own::row()),
         chunk_(args, step * 8 + Own::column()),
         row_(static_cast<const char*>(args.other) + group * args.other_stride[0] +
              (first + Own::row()) * args.other_stride[1]) {
     find_tap(phases);
   }
+  // The offset of this thread's copy i in the tile.
+  __device__ __forceinline__ u32 at(int i) const { return own_.at(i); }
   __device__ __forceinline__ void load(u32 tile, const Phases& phases) {
     const int real = chunk_.left(args_) * static_cast<int>(sizeof(T));
     const char* from = from_;
 #pragma unroll
     for (int i = 0; i < Own::kCount; ++i, from += Own::kThreadRows * args_.other_stride[1]) {
       if (!Own::exists()) continue;
-      copy_vectors<kVector>(tile + Own::at(to_, i), from, i * Own::kThreadRows < there_, real);
+      copy_vectors<kVector>(tile + own_.at(i), from, i * Own::kThreadRows < there_, real);
     }
     from_ += 128;
     if (chunk_.advance(args_)) find_tap(phases);
   }
 
  private:
-  using Own = Chunks<Tile, kThreads>;
+  const Own own_;
   __device__ __forceinline__ void find_tap(const Phases& phases) {
     there_ = chunk_.tap < phases.taps() ? rows_ : 0;
     from_ = row_ + weight_tap_at(args_, phases, chunk_.tap) +
@@ -131,7 +137,6 @@ class WeightRows {
   }
 
   const ImplicitGemmArgs& args_;
-  const u32 to_;
   const int rows_;
   int there_;
   TapChunk<T> chunk_;
@@ -142,16 +147,19 @@ class WeightRows {
 template <class T, class Tile, int kThreads, int kVector>
 class WeightColumns {
  public:
+  using Own = Chunks<Tile, kThreads>;
+
   __device__ __forceinline__ WeightColumns(const ImplicitGemmArgs& args, const Phases& phases,
-                                           int group, int first, int step)
+                                           int group, int first, int, int step)
       : args_(args),
-        to_(Own::first_at()),
         columns_(args.result_channels - first - Own::column() * kChunk),
         element_(step * 8 * kChunk + Own::row()),
         column_(static_cast<const char*>(args.other) + group * args.other_stride[0] +
                 (first + Own::column() * kChunk) * static_cast<int>(sizeof(T))) {
     find_tap(phases);
   }
+  // The offset of this thread's copy i in the tile.
+  __device__ __forceinline__ u32 at(int i) const { return own_.at(i); }
   __device__ __forceinline__ void load(u32 tile, const Phases& phases) {
     const int real = columns_ * static_cast<int>(sizeof(T));
     const char* from = from_;
@@ -160,7 +168,7 @@ class WeightColumns {
 #pragma unroll
       for (int i = 0; i < Own::kCount; ++i, from += Own::kThreadRows * args_.other_stride[2]) {
         if (!Own::exists()) continue;
-        copy_vectors<kVector>(tile + Own::at(to_, i), from, i * Own::kThreadRows < rows, real);
+        copy_vectors<kVector>(tile + own_.at(i), from, i * Own::kThreadRows < rows, real);
       }
     } else {
       // If the k-tile spans two taps, each row is looked up.
@@ -169,7 +177,7 @@ class WeightColumns {
         if (!Own::exists()) continue;
         bool there;
         const char* const own = look_up(phases, element_ + i * Own::kThreadRows, there);
-        copy_vectors<kVector>(tile + Own::at(to_, i), own, there && columns_ > 0, real);
+        copy_vectors<kVector>(tile + own_.at(i), own, there && columns_ > 0, real);
       }
     }
     element_ += 8 * kChunk, within_ += 8 * kChunk;
@@ -178,7 +186,7 @@ class WeightColumns {
   }
 
  private:
-  using Own = Chunks<Tile, kThreads>;
+  const Own own_;
   static constexpr int kChunk = TapChunk<T>::kElements;
 
   // The address of the weights of an element of K, and whether the element exists.
@@ -196,7 +204,6 @@ class WeightColumns {
   }
 
   const ImplicitGemmArgs& args_;
-  const u32 to_;
   const int columns_;
   // This thread's first row: its element of K, the element within its tap, and those remaining.
   int element_, within_, there_;
@@ -243,17 +250,20 @@ class PixelWalk {
 template <class T, class Tile, int kThreads, int kVector>
 class GradientPixels {
  public:
+  using Own = Chunks<Tile, kThreads>;
+
   __device__ __forceinline__ GradientPixels(const ImplicitGemmArgs& args, const Phases& phases,
-                                            int group, int first, int step, int pixels)
+                                            int group, int first, int pixels, int step)
       : args_(args),
-        to_(Own::first_at()),
         walk_(phases, step, pixels, args.linear_other != 0),
         channels_(args.result_channels - first - Own::column() * TapChunk<T>::kElements) {
     from_ = static_cast<const char*>(args.other) + group * args.other_stride[1] +
             (first + Own::column() * TapChunk<T>::kElements) * static_cast<int>(sizeof(T));
     if (args.linear_other) from_ += (step * Tile::kRows + Own::row()) * args.other_stride[5];
   }
-  __device__ __forceinline__ void load(u32 tile) {
+  // The offset of this thread's copy i in the tile.
+  __device__ __forceinline__ u32 at(int i) const { return own_.at(i); }
+  __device__ __forceinline__ void load(u32 tile, const Phases&) {
     const int real = channels_ * static_cast<int>(sizeof(T));
     const char* row = from_;
 #pragma unroll
@@ -265,16 +275,15 @@ class GradientPixels {
         from = from_ + at.n * args_.other_stride[0] + at.d * args_.other_stride[3] +
                at.h * args_.other_stride[4] + at.w * args_.other_stride[5];
       }
-      copy_vectors<kVector>(tile + Own::at(to_, i), from, walk_.there(i) && channels_ > 0, real);
+      copy_vectors<kVector>(tile + own_.at(i), from, walk_.there(i) && channels_ > 0, real);
     }
     walk_.advance();
     if (args_.linear_other) from_ += Tile::kRows * args_.other_stride[5];
   }
 
  private:
-  using Own = Chunks<Tile, kThreads>;
+  const Own own_;
   const ImplicitGemmArgs& args_;
-  const u32 to_;
   PixelWalk<Own, Tile::kRows> walk_;
   const int channels_;
   const char* from_;
@@ -285,9 +294,11 @@ class GradientPixels {
 template <class T, class Tile, int kThreads, int kVector>
 class TapColumns {
  public:
+  using Own = Chunks<Tile, kThreads>;
+
   __device__ __forceinline__ TapColumns(const ImplicitGemmArgs& args, const Phases& phases,
-                                        int group, int first, int step, int pixels)
-      : args_(args), to_(Own::first_at()), walk_(phases, step, pixels, args.linear_source != 0) {
+                                        int group, int first, int pixels, int step)
+      : args_(args), walk_(phases, step, pixels, args.linear_source != 0) {
     const TapChunk<T> own(args, first / TapChunk<T>::kElements + Own::column());
     channels_ = own.tap < phases.taps() ? own.left(args) : 0;
     from_ = static_cast<const char*>(args.source) + group * args.source_stride[1] +
@@ -301,7 +312,9 @@ class TapColumns {
     h_ = phases.h->x0 + tap.h * args.axis[1].x_tap;
     w_ = phases.w->x0 + tap.w * args.axis[2].x_tap;
   }
-  __device__ __forceinline__ void load(u32 tile) {
+  // The offset of this thread's copy i in the tile.
+  __device__ __forceinline__ u32 at(int i) const { return own_.at(i); }
+  __device__ __forceinline__ void load(u32 tile, const Phases&) {
     const int real = channels_ * static_cast<int>(sizeof(T));
     const char* row = from_;
 #pragma unroll
@@ -318,16 +331,15 @@ class TapColumns {
         from = from_ + at.n * args_.source_stride[0] + d * args_.source_stride[3] +
                h * args_.source_stride[4] + w * args_.source_stride[5];
       }
-      copy_vectors<kVector>(tile + Own::at(to_, i), from, meets, real);
+      copy_vectors<kVector>(tile + own_.at(i), from, meets, real);
     }
     walk_.advance();
     if (args_.linear_source) from_ += Tile::kRows * args_.source_stride[5];
   }
 
  private:
-  using Own = Chunks<Tile, kThreads>;
+  const Own own_;
   const ImplicitGemmArgs& args_;
-  const u32 to_;
   PixelWalk<Own, Tile::kRows> walk_;
   int channels_, d_ = 0, h_ = 0, w_ = 0;
   const char* from_;

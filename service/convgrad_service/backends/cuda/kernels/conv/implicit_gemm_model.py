@@ -1,20 +1,21 @@
 """Cost model of implicit_gemm, which chooses its tile and splits.
 
-The constants were fitted on an H200 to half of 250 random layers (`tests/perf/random_layers.py`,
-seed 11, bfloat16, channels last), with all tiles and splits. On the other half, the choice was 5 %
-slower than the best on average. The same constants rank configurations on other devices.
+The constants of 16-bit types were fitted on an H200 to half of 250 random layers
+(`tests/perf/random_layers.py`, seed 11, bfloat16, channels last), with all tiles and splits. On the
+other half, the choice was 5 % slower than the best on average. Those of float32 were fitted by
+`tests/perf/fit_implicit.py`. The same constants rank configurations on other devices.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from math import log2
+from math import ceil, log2
 
 import numpy as np
 from numpy.typing import NDArray
 
 from convgrad.dtypes import DType
+from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_rates import Rates, rates_of
 from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_tiles import (
     CLUSTERS,
     STEP_BYTES,
@@ -42,114 +43,43 @@ COPIES = {16: 1.0, 8: 2.0, 4: 2.5}
 CROWDED, CROWDED_WAVES = 0.8, 8
 
 
-@dataclass(frozen=True, slots=True)
-class Rates:
-    """Constants of the model, in microseconds.
+def expected_s(
+    gemm: Gemm, dtype: DType, config: Config, device: CudaDevice, rates: Rates | None = None
+) -> float:
+    """Return the expected seconds of a launch in a CUDA graph, with ``rates`` or the shipped ones.
 
-    Sizes are in units of a 64 x 64 tile, or of 4 warps.
-
-    Attributes
-    ----------
-    start
-        A launch.
-    block, block_size, block_irregular
-        A block outside its mainloop: fixed, per size, and to locate irregular positions.
-    step, step_size
-        Latency of a k-tile.
-    size, warps, block_issue
-        Inverse throughput of k-tiles (by size and by warps), and of blocks, on an SM with several.
-    irregular
-        Factor on address computation if positions are irregular.
-    cluster_reduce, cluster_reduce_size
-        Reduction within a cluster.
-    workspace_reduce, workspace_write
-        Reduction through a workspace: fixed, and per megabyte that an SM writes.
-    memory, l2
-        Bandwidths in megabytes per microsecond.
+    A k-tile has the same number of bytes in all types.
     """
-
-    start: float
-    block: float
-    block_size: float
-    block_irregular: float
-    step: float
-    step_size: float
-    size: float
-    warps: float
-    block_issue: float
-    irregular: float
-    cluster_reduce: float
-    cluster_reduce_size: float
-    workspace_reduce: float
-    workspace_write: float
-    memory: float
-    l2: float
-
-
-GATHER = Rates(
-    start=4.45,
-    block=0.92,
-    block_size=0.98,
-    block_irregular=1.45,
-    step=0.077,
-    step_size=0.374,
-    size=0.191,
-    warps=0.025,
-    block_issue=0.81,
-    irregular=2.66,
-    cluster_reduce=0.175,
-    cluster_reduce_size=0.112,
-    workspace_reduce=0.84,
-    workspace_write=2.35,
-    memory=1.71,
-    l2=11.5,
-)
-WGRAD = Rates(
-    start=2.94,
-    block=2.34,
-    block_size=0.447,
-    block_irregular=0.143,
-    step=0.076,
-    step_size=0.475,
-    size=0.129,
-    warps=0.042,
-    block_issue=0.71,
-    irregular=3.63,
-    cluster_reduce=0.204,
-    cluster_reduce_size=0.231,
-    workspace_reduce=1.78,
-    workspace_write=4.43,
-    memory=6.56,
-    l2=12.6,
-)
-
-
-def expected_s(gemm: Gemm, dtype: DType, config: Config, device: CudaDevice) -> float:
-    """Return the expected seconds of a launch in a CUDA graph.
-
-    A k-tile has the same number of bytes, and takes the same time, in 16-bit types and in TF32.
-    """
-    rates, tile = WGRAD if gemm.weight else GATHER, config.tile
+    rates, tile = rates or rates_of(gemm, dtype), config.tile
     size, warps = tile.m * tile.n / UNIT_ACCUMULATORS, tile.threads / 32 / UNIT_WARPS
     irregular = rates.irregular if gemm.irregular else 1.0
     steps = config.steps(gemm, dtype)
+    # Phases of dgrad without taps only store zeros; in 16-bit types, the corrections know that.
+    uneven = dtype.itemsize == 4 and gemm.deepest < len(gemm.phases)
+    deepest = gemm.deepest / len(gemm.phases) if uneven else 1.0
+    mean_steps = gemm.mean_steps(dtype) / config.splits if uneven else float(steps)
     blocks = gemm.tiles(tile) * gemm.groups * len(gemm.phases) * config.splits
     usable = OF_LARGE_CLUSTERS if config.cluster > 2 else MULTIPROCESSORS
     blocks_per_sm = ceil_div(blocks * MULTIPROCESSORS, usable * device.multiprocessors)
-    resident = min(blocks_per_sm, tile.resident(device, config.cluster, steps))
+    resident = tile.resident(device, config.cluster, steps)
+    waves = ceil_div(blocks_per_sm, resident)
+    deep_waves = ceil(blocks_per_sm * deepest / resident)
 
     block_latency = rates.block + rates.block_size * size / warps
     block_latency += rates.block_irregular if gemm.irregular else 0.0
-    copies = COPIES[gemm.vector]
-    block_latency += steps * (rates.step * irregular * copies + rates.step_size * size / warps)
+    copies = 1.0 if gemm.copies.planes else COPIES[gemm.copies.vector]
+    step_latency = rates.step * irregular * copies + rates.step_size * size / warps
     copied = (tile.m + tile.n) * STEP_BYTES * MULTIPROCESSORS / 1e6 / rates.l2
     work = max(rates.size * size + rates.warps * warps * irregular, copied) * copies
     if gemm.irregular:
-        work *= 1 + CROWDED * min(1.0, blocks_per_sm / resident / CROWDED_WAVES)
-    block_issue = rates.block_issue * (warps + size) / 2 + steps * work
+        crowded = blocks_per_sm / min(blocks_per_sm, resident) / CROWDED_WAVES
+        work *= 1 + CROWDED * min(1.0, crowded)
+    block_issue = rates.block_issue * (warps + size) / 2 + mean_steps * work
+    first = block_latency + steps * step_latency
     sm_time = max(
-        block_latency * ceil_div(blocks_per_sm, resident),
-        block_latency + (blocks_per_sm - 1) * block_issue,
+        first * deep_waves,
+        (block_latency + mean_steps * step_latency) * waves,
+        first + (blocks_per_sm - 1) * block_issue,
     )
     memory = gemm.bytes / 1e6 / rates.memory
 
@@ -169,7 +99,7 @@ def candidate_configs(
     """Yield the configurations with at least one k-tile per block and enough ``counters``."""
     steps = gemm.steps(dtype)
     clusters = CLUSTERS if device.capability >= (9, 0) else CLUSTERS[:1]
-    for tile in tiles_of(dtype, gemm.vector, weight=gemm.weight):
+    for tile in tiles_of(dtype, gemm.copies, weight=gemm.weight):
         tiles = gemm.tiles(tile) * gemm.groups * len(gemm.phases)
         fitting = [
             cluster

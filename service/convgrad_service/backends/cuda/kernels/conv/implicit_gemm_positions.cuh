@@ -97,29 +97,35 @@ struct TapChunk {
   }
 };
 
-// The thread map of a tile: each thread copies one column of chunks, in every kThreadRows-th row.
-template <class Tile, int kThreads>
-struct Chunks {
-  static constexpr int kThreadRows = kThreads / Tile::kChunks;
+// The thread map of a tile: each thread copies one column of vectors of kWords elements, in every
+// kThreadRows-th row.
+template <class Tile, int kThreads, int kWords_ = 4>
+class Chunks {
+ public:
+  static constexpr int kWords = kWords_;
+  static constexpr int kColumns = Tile::kChunks * 4 / kWords;
+  static constexpr int kThreadRows = kThreads / kColumns;
   static constexpr int kCount = Tile::kRows > kThreadRows ? Tile::kRows / kThreadRows : 1;
   // Whether every thread has a row.
   static constexpr bool kAll = kThreadRows <= Tile::kRows;
-  static_assert(kThreads % Tile::kChunks == 0 && Tile::kRows % kCount == 0, "whole rounds");
+  static_assert(kThreads % kColumns == 0 && Tile::kRows % kCount == 0, "whole rounds");
 
-  __device__ static __forceinline__ int column() { return threadIdx.x % Tile::kChunks; }
-  __device__ static __forceinline__ int row() { return threadIdx.x / Tile::kChunks; }
+  __device__ static __forceinline__ int column() { return threadIdx.x % kColumns; }
+  __device__ static __forceinline__ int row() { return threadIdx.x / kColumns; }
   __device__ static __forceinline__ bool exists() { return kAll || row() < Tile::kRows; }
-  __device__ static __forceinline__ u32 first_at() {
-    return static_cast<u32>(opaque_value(Tile::offset(row(), column())));
+  // Offset in the tile of this thread's vector in its i-th row. The bits of a row that are swizzled are those
+  // of the first row and of its distance, which have none in common.
+  __device__ __forceinline__ u32 at(int i) const {
+    static_assert((kThreadRows & (kThreadRows - 1)) == 0, "a power of two");
+    const int beyond = i * kThreadRows;
+    return (first_ ^ (beyond / Tile::kLineRows & Tile::kMask) * 16) + beyond * Tile::kRowBytes;
   }
-  // Offset of row i from the first row.
-  __device__ static __forceinline__ u32 at(u32 first, int i) {
-    if constexpr (kThreadRows % Tile::kPeriod == 0) {
-      return first + i * kThreadRows * Tile::kRowBytes;
-    } else {
-      return Tile::offset(row() + i * kThreadRows, column());
-    }
-  }
+
+ private:
+  static constexpr int kVector = kWords * 4;
+  // Opaque, or the compiler recomputes it for every k-tile.
+  const u32 first_ = static_cast<u32>(opaque_value(Tile::offset(row(), column() * kVector / 16) +
+                                                   column() * kVector % 16));
 };
 
 }  // namespace convgrad

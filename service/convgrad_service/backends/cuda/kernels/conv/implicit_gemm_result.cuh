@@ -8,14 +8,18 @@ namespace convgrad {
 
 // kRun consecutive columns of every row: their offset from the start of the row, the number that
 // exist, and the bias channel of the first.
-template <Operation kOperation, class T>
+template <Operation kOperation, class T, bool kPlanes>
 struct ResultColumns {
   i64 at;
   int count, channel;
 
   __device__ __forceinline__ ResultColumns(const ImplicitGemmArgs& args, const Phases& phases,
                                            int group, int column) {
-    if constexpr (kOperation == Operation::kWgrad) {
+    if constexpr (kOperation == Operation::kWgrad && kPlanes) {
+      channel = 0;
+      count = args.columns - column;
+      at = group * args.result_stride[0] + column;
+    } else if constexpr (kOperation == Operation::kWgrad) {
       // A chunk belongs to a single tap.
       const TapChunk<T> chunk(args, column / TapChunk<T>::kElements);
       const int within = column % TapChunk<T>::kElements;

@@ -9,7 +9,19 @@ from convgrad.dtypes import DType
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import ceil_div
 
-__all__ = ["CHUNK_BYTES", "CLUSTERS", "STEP_BYTES", "TILES", "Config", "Gemm", "Tile", "tiles_of"]
+__all__ = [
+    "ANY_PLANES",
+    "CHUNK_BYTES",
+    "CLUSTERS",
+    "FLAT_PLANES",
+    "STEP_BYTES",
+    "TILES",
+    "Config",
+    "Copies",
+    "Gemm",
+    "Tile",
+]
+__all__ += ["tiles_of"]
 
 STEP_BYTES = 128
 """Bytes along K of a k-tile."""
@@ -23,6 +35,29 @@ STAGES = 4
 BARRIER_BYTES = 128
 # ClusterReduce: a 16 x 8 fragment of accumulators, padded.
 FRAGMENT_BYTES, FRAGMENT_ELEMENTS = 656, 128
+
+
+ANY_PLANES, FLAT_PLANES = 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """How threads copy operands, and multiply them.
+
+    Attributes
+    ----------
+    vector
+        Bytes of a copy.
+    split
+        Whether products of float32 are three of TF32 (``core/split_tf32.cuh``).
+    planes
+        Whether activations are channels first, in float32: ``ANY_PLANES``, or ``FLAT_PLANES`` of
+        1x1 (``Planes`` in implicit_gemm_args.cuh).
+    """
+
+    vector: int
+    split: bool = False
+    planes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +97,7 @@ class Tile:
         """Return the resident blocks per SM."""
         return min(self.blocks, device.fitting_blocks(self.shared_bytes(cluster, steps)))
 
-    def defines(self, dtype: DType, operation: str, vector: int) -> dict[str, object]:
+    def defines(self, dtype: DType, operation: str, copies: Copies) -> dict[str, object]:
         """Return the preprocessor macros of an instance."""
         return {
             "ELEMENT": dtype,
@@ -73,7 +108,9 @@ class Tile:
             "WN": self.warp_n,
             "STAGES": self.stages,
             "BLOCKS": self.blocks,
-            "VECTOR": vector,
+            "VECTOR": copies.vector,
+            "SPLIT": copies.split,
+            "PLANES": copies.planes,
         }
 
 
@@ -87,10 +124,12 @@ TILES = (
     Tile(128, 64, 32, 32, 4, 2),
     Tile(64, 128, 32, 32, 4, 2),
     Tile(128, 128, 64, 32, 4, 1),
+    Tile(128, 64, 32, 64, 3, 2),
+    Tile(128, 32, 32, 32, 3, 2),
+    Tile(32, 128, 32, 32, 3, 2),
 )
-# Tiles by whether it is a wgrad, and the bytes of a copy: those that 1,800 layers need, which would
-# be expected to take 0.2 % less with all, and one of them 24 %. TF32 has tiles of few channels, the
-# only layers that no other family takes.
+# Tiles of 16-bit types by whether it is a wgrad, and the bytes of a copy: those that 1,800 layers
+# need, which would be expected to take 0.2 % less with all, and one of them 24 %.
 MENUS = {
     (False, 16): "128x128 128x16 128x32 128x64 32x32s6 32x64 64x32 64x64",
     (False, 8): "128x128 128x16 128x32 128x64 32x32s6",
@@ -99,12 +138,26 @@ MENUS = {
     (True, 8): "128x64 32x32s6 32x64 64x128 64x32",
     (True, 4): "32x32s6 32x64 64x32",
 }
-TF32 = "128x16 32x32s6"
+# Of float32 by whether it is a wgrad, and whether channels are first: those whose absence costs
+# 0.3 % or more of the time of 52 to 216 random layers. Narrow copies are of few layers.
+FLOAT32 = {
+    (False, False): "128x16 32x32s6 64x32 64x64",
+    (False, True): "128x16 128x32s3 128x64s3 64x32 64x64",
+    (True, False): "32x32s6 64x32 64x64",
+    (True, True): "32x128s3 32x64 64x32 64x64",
+}
+NARROW_FLOAT32 = "32x32s6 64x64"
 
 
-def tiles_of(dtype: DType, vector: int, *, weight: bool) -> list[Tile]:
-    """Return the tiles for a dtype and a vector size of copies in bytes, of wgrad or the others."""
-    menu = TF32 if dtype is DType.FLOAT32 else MENUS[weight, vector]
+def tiles_of(dtype: DType, copies: Copies, *, weight: bool) -> list[Tile]:
+    """Return the tiles for a dtype and a kind of copies, of wgrad or the others."""
+    planes = copies.planes > 0
+    if dtype is not DType.FLOAT32:
+        menu = MENUS[weight, copies.vector]
+    elif planes or copies.vector == CHUNK_BYTES:
+        menu = FLOAT32[weight, planes]
+    else:
+        menu = NARROW_FLOAT32
     return [tile for tile in TILES if str(tile) in menu.split()]
 
 
@@ -146,8 +199,8 @@ class Gemm:
         Whether it is wgrad.
     irregular
         Whether the kernel must compute pixel addresses from position and tap.
-    vector
-        Bytes of a copy, of which a chunk takes several if they are fewer than its own.
+    copies
+        How operands are copied.
     """
 
     phases: tuple[tuple[int, int], ...]
@@ -156,7 +209,7 @@ class Gemm:
     bytes: int
     weight: bool
     irregular: bool
-    vector: int = CHUNK_BYTES
+    copies: Copies = Copies(CHUNK_BYTES)
 
     @cached_property
     def rows(self) -> int:
@@ -168,6 +221,11 @@ class Gemm:
         """K of the deepest phase."""
         return max(depth for _, depth in self.phases)
 
+    @cached_property
+    def deepest(self) -> int:
+        """Phases as deep as the deepest."""
+        return sum(depth == self.depth for _, depth in self.phases)
+
     def tiles(self, tile: Tile) -> int:
         """Return the number of tiles in the grid per phase and group."""
         return ceil_div(self.rows, tile.m) * ceil_div(self.columns, tile.n)
@@ -175,3 +233,11 @@ class Gemm:
     def steps(self, dtype: DType) -> int:
         """Return the most k-tiles of any phase."""
         return ceil_div(self.depth * dtype.itemsize, STEP_BYTES)
+
+    def mean_steps(self, dtype: DType) -> float:
+        """Return the k-tiles of a phase on average."""
+        return (
+            sum(depth for _, depth in self.phases)
+            * dtype.itemsize
+            / (STEP_BYTES * len(self.phases))
+        )

@@ -17,6 +17,7 @@
 
 #include "core/extremes.cuh"
 #include "ptx/mma.cuh"
+#include "ptx/shared_element.cuh"
 
 namespace convgrad {
 
@@ -26,10 +27,10 @@ struct ScalingFlags {
   Extremes of[2];       // of A and B in the k-tile
 };
 
-// Each thread owns kCopies chunks of a stage, A's first; a stage has kABytes of A, then kBBytes of B.
-template <int kCopies, int kABytes, int kBBytes>
+// Each thread owns kACopies vectors of kAWords elements of a stage, and then kBCopies of kBWords of B.
+template <int kACopies, int kBCopies, int kAWords = 4, int kBWords = 4>
 struct OperandScaling {
-  static constexpr int kACopies = kCopies * kABytes / (kABytes + kBBytes);
+  static constexpr int kCopies = kACopies + kBCopies;
   static constexpr u32 kTiny = (127 - 102) << 23;  // below this the low part loses bits
   static constexpr u32 kRoundsUp = 0x7f7ff000;     // from here on the high part is an infinity
   // Exponents of the scales: kScaleUp for 2^-149 to 2^-101 unless that takes the largest beyond 2^61;
@@ -60,18 +61,25 @@ struct OperandScaling {
 #pragma unroll
     for (int of = 0; of < 2; ++of) seen[of] = Extremes::none();
   }
-  // This thread's chunk i, at shared address `at`.
+  // This thread's vector i, at shared address `at`.
   __device__ __forceinline__ void inspect(int i, u32 at) {
-    u32 words[4];
-    ld_shared_v4(words, at);
+    if (i < kACopies) {
+      inspect<kAWords>(seen[0], at);
+    } else {
+      inspect<kBWords>(seen[1], at);
+    }
+  }
+  // All of a stage's; own(i) is vector i's offset in the stage.
+  template <class Own>
+  __device__ __forceinline__ void inspect_all(u32 stage, const Own& own) {
 #pragma unroll
-    for (int e = 0; e < 4; ++e) seen[i < kACopies ? 0 : 1].add(words[e]);
+    for (int i = 0; i < kCopies; ++i) inspect(i, stage + own(i));
   }
   __device__ __forceinline__ bool covered() const {
     return seen[0].least >= low[0] && seen[0].most <= high[0] && seen[1].least >= low[1] &&
            seen[1].most <= high[1];
   }
-  // After inspecting all of its chunks, before the barrier; own(i) is chunk i's offset in the stage.
+  // After inspecting all of its vectors, before the barrier.
   template <class Own>
   __device__ __forceinline__ void apply(ScalingFlags* flags, u32 stage, const Own& own) {
     if (!covered()) {
@@ -90,31 +98,45 @@ struct OperandScaling {
   }
 
  private:
-  // Chunks `first` to `last` of a stage; a power of two of 1 leaves them alone.
-  template <class Own>
+  template <int kWords>
+  __device__ static __forceinline__ void inspect(Extremes& seen, u32 at) {
+    u32 words[kWords];
+    load(words, at);
+#pragma unroll
+    for (int e = 0; e < kWords; ++e) seen.add(words[e]);
+  }
+  __device__ static __forceinline__ void load(u32 (&words)[4], u32 at) { ld_shared_v4(words, at); }
+  __device__ static __forceinline__ void load(u32 (&words)[1], u32 at) { words[0] = ld_shared_u32(at); }
+  __device__ static __forceinline__ void store(u32 at, const u32 (&words)[4]) { st_shared_v4(at, words); }
+  __device__ static __forceinline__ void store(u32 at, const u32 (&words)[1]) {
+    store_element<u32>(at, words[0]);
+  }
+
+  // Vectors `first` to `last` of a stage; a power of two of 1 leaves them alone.
+  template <int kWords, class Own>
   __device__ __forceinline__ void scale_range(u32 stage, const Own& own, int first, int last, float factor) {
     constexpr int kTogether = 4;  // their loads overlap
     if (factor == 1) return;
 #pragma unroll 1
     for (; first < last; first += kTogether) {
-      u32 words[kTogether][4];
+      u32 words[kTogether][kWords];
 #pragma unroll
       for (int i = 0; i < kTogether; ++i) {
-        if (first + i < last) ld_shared_v4(words[i], stage + own(first + i));
+        if (first + i < last) load(words[i], stage + own(first + i));
       }
 #pragma unroll
       for (int i = 0; i < kTogether; ++i) {
         if (first + i >= last) continue;
 #pragma unroll
-        for (int e = 0; e < 4; ++e) words[i][e] = __float_as_uint(__uint_as_float(words[i][e]) * factor);
-        st_shared_v4(stage + own(first + i), words[i]);
+        for (int e = 0; e < kWords; ++e) words[i][e] = __float_as_uint(__uint_as_float(words[i][e]) * factor);
+        store(stage + own(first + i), words[i]);
       }
     }
   }
   template <class Own>
   __device__ __forceinline__ void scale_chunks(u32 stage, const Own& own, float scale_a, float scale_b) {
-    scale_range(stage, own, 0, kACopies, scale_a);
-    scale_range(stage, own, kACopies, kCopies, scale_b);
+    scale_range<kAWords>(stage, own, 0, kACopies, scale_a);
+    scale_range<kBWords>(stage, own, kACopies, kCopies, scale_b);
   }
 
   template <class Own>

@@ -28,8 +28,8 @@ struct SharedTile {
 };
 
 // Fragments of the k-th mma of a stage (32 bytes along K): 16 rows of A, or 16 columns of B as two n8
-// fragments of two registers each.
-template <class T, class Tile, bool kMnMajor, bool kIsA>
+// fragments of two registers each. With kRounds, float32 is rounded to TF32.
+template <class T, class Tile, bool kMnMajor, bool kIsA, bool kRounds>
 struct Fragments {
   static constexpr int kMmaK = 32 / static_cast<int>(sizeof(T));  // of one mma
   static constexpr int kPer = 16 / static_cast<int>(sizeof(T));    // elements of a chunk
@@ -68,7 +68,7 @@ struct Fragments {
                           (k * kMmaK + along_k * 4) * Tile::kRowBytes);
       }
     }
-    if constexpr (sizeof(T) == 4) {
+    if constexpr (sizeof(T) == 4 && kRounds) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) to[i] = to_tf32(to[i]);
     }

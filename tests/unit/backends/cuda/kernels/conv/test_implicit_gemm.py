@@ -15,10 +15,12 @@ from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_model import (
     expected_s,
 )
 from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_tiles import TILES, Gemm
+from convgrad_service.plans.cuda.assembly import conv_work
 from convgrad_service.plans.cuda.device import H200, CudaDevice
 from convgrad_service.plans.cuda.families import FastestExpected, Overhead, choose
 from convgrad_service.plans.cuda.program import Fragment, Launch
-from convgrad_service.plans.cuda.works import ConvWork
+from convgrad_service.plans.cuda.works import ConvWork, Operand
+from tests.perf.layer_problems import problem_of
 from tests.perf.random_layers import random_layers
 from tests.support.kernels.conv_work import ADA, pointwise
 
@@ -136,7 +138,60 @@ def test_small_layers_take_it_and_large_ones_do_not() -> None:
     tf32 = replace(small, dtype=DType.FLOAT32, result_dtype=DType.FLOAT32, precision="high")
     assert choose(FAMILIES.bwd_weight, tf32, H200).family == "implicit_gemm"
     exact = replace(tf32, precision="highest")
-    assert choose(FAMILIES.bwd_weight, exact, H200).family != "implicit_gemm"
+    assert choose(FAMILIES.bwd_weight, exact, H200).family == "implicit_gemm"
+
+
+def exact(work: ConvWork) -> ConvWork:
+    """Return the work in true float32."""
+
+    def wide(operand: Operand) -> Operand:
+        return replace(operand, dtype=DType.FLOAT32)
+
+    return replace(
+        work,
+        dtype=DType.FLOAT32,
+        result_dtype=DType.FLOAT32,
+        x=wide(work.x),
+        w=wide(work.w),
+        y=wide(work.y),
+    )
+
+
+@pytest.mark.parametrize("direction", ["fwd", "bwd_data", "bwd_weight"])
+def test_channels_first_is_read_in_place(direction: str) -> None:
+    layer = {
+        "ndim": 2,
+        "N": 2,
+        "C": 50,
+        "K": 70,
+        "groups": 1,
+        "input_size": [9, 11],
+        "output_size": [9, 11],
+        "kernel_size": [3, 3],
+        "stride": [1, 1],
+        "padding": [1, 1],
+        "dilation": [1, 1],
+    }
+    operation, buffers = {
+        "fwd": ("conv_fwd", ("input", "weight", "output")),
+        "bwd_data": ("conv_bwd_data", ("grad_input", "weight", "grad_output")),
+        "bwd_weight": ("grouped_conv_bwd_weight", ("input", "grad_weight", "grad_output")),
+    }[direction]
+    problem = problem_of(layer, "float32", "NCHW", operation)
+    for precision in ("high", "highest"):
+        work = conv_work(replace(problem, precision=precision), direction, *buffers)
+        (launch,) = ImplicitGemm().launches(work, H200).steps
+        assert isinstance(launch, Launch)
+        assert launch.instance in ImplicitGemm().instances()
+        defines = dict(launch.instance.defines)
+        assert defines["PLANES"] == "1"
+        assert defines["SPLIT"] == str(int(precision == "highest"))
+
+
+def test_few_terms_are_left_to_fma() -> None:
+    few, many = (exact(pointwise(2, (channels, 64), 8)) for channels in (8, 16))
+    assert "float32 FMAs" in str(ImplicitGemm().why_not(few, H200))
+    assert ImplicitGemm().why_not(many, H200) is None
 
 
 def test_random_layers_are_of_their_seed() -> None:
