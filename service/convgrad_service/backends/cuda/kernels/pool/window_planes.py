@@ -8,7 +8,13 @@ from typing import NamedTuple
 
 from convgrad.dtypes import FLOATING, DType
 from convgrad_service.backends.cuda.arguments import pack
-from convgrad_service.backends.cuda.kernels.pool.window_box import BOX_BLOCK, Tile, tiled
+from convgrad_service.backends.cuda.kernels.pool.window_box import (
+    ROLLING_LINES,
+    Tile,
+    in_pairs,
+    rolling_step,
+    tiled,
+)
 from convgrad_service.backends.cuda.kernels.pool.window_form import (
     LARGEST,
     SMALL,
@@ -25,8 +31,8 @@ __all__ = ["WindowPlanes"]
 # (LINES, TAPS) of windows; the first that fits is used.
 SHAPES = ((1, 4), (2, 2), (3, 3))
 ANY = (0, 0)
-# Of windows each of whose lines is reduced once, and by how many they slide.
-ROLLING_LINES, ROLLING_STEPS = 3, (1, 2)
+# Steps of windows each of whose lines is reduced once.
+ROLLING_STEPS = (1, 2)
 # Windows of so many positions are left to others unless positions are in many windows, or lines are
 # small and blocks have whole planes.
 LARGE_WINDOW, MUCH_OVERLAP = 24, 4
@@ -62,7 +68,7 @@ class WindowPlanes(Solver[WindowWork, Tiled]):
         launch = Launch(
             _instance(work.dtype, _variant(work, form)),
             (tile.blocks(form), 1, 1),
-            (BOX_BLOCK, 1, 1),
+            (tile.threads(work, form), 1, 1),
             pack(
                 arguments,
                 x=work.x,
@@ -76,14 +82,14 @@ class WindowPlanes(Solver[WindowWork, Tiled]):
 
     def instances(self) -> Iterable[Instance]:
         variants = [
-            _Variant(shape, simple, rolling, maxima, weighted)
+            _Variant(shape, simple, rolling, maxima, weighted, rolling == 1 and not maxima)
             for shape in (*SHAPES, ANY)
             for simple, rolling in ((False, 0), *((True, step) for step in (0, *ROLLING_STEPS)))
             for maxima, weighted in ((True, False), (False, False), (False, True))
         ]
         chosen = dict.fromkeys(variant.compiled() for variant in variants)
         return [
-            _instance(dtype, variant)
+            _instance(dtype, variant._replace(pairs=variant.pairs and dtype.itemsize == 2))
             for dtype in FLOATING
             for variant in chosen
             if dtype in SMALL or variant.shape == ANY
@@ -98,6 +104,7 @@ class _Variant(NamedTuple):
     rolling: int
     maxima: bool
     weighted: bool
+    pairs: bool
 
     def compiled(self) -> _Variant:
         """Return what is compiled for it: several are rare and run as a more general one."""
@@ -109,7 +116,8 @@ class _Variant(NamedTuple):
         if not simple and shape != ANY:
             # Lines without an instance of their own.
             shape = ANY if lines == 1 else shape
-        return self._replace(shape=shape, simple=simple, rolling=rolling)
+        pairs = self.pairs and rolling > 0
+        return self._replace(shape=shape, simple=simple, rolling=rolling, pairs=pairs)
 
 
 def _variant(work: WindowWork, form: WindowForm) -> _Variant:
@@ -119,9 +127,9 @@ def _variant(work: WindowWork, form: WindowForm) -> _Variant:
     any_size = work.carried is not None or work.dtype not in SMALL
     shape = ANY if any_size else next(fitting, ANY)
     simple = form.is_simple(form.windows, form.counted)
-    along = form.windows[1]
-    rolling = along.step if simple and along.last - along.first == ROLLING_LINES else 0
-    return _Variant(shape, simple, rolling, maxima, form.varying == "inputs").compiled()
+    rolling, weighted = rolling_step(work, form), form.varying == "inputs"
+    pairs = in_pairs(work, form)
+    return _Variant(shape, simple, rolling, maxima, weighted, pairs).compiled()
 
 
 def _instance(dtype: DType, variant: _Variant) -> Instance:
@@ -134,4 +142,5 @@ def _instance(dtype: DType, variant: _Variant) -> Instance:
         ROLLING=variant.rolling,
         MAXIMA=variant.maxima,
         WEIGHTED=variant.weighted,
+        PAIRS=variant.pairs,
     )
