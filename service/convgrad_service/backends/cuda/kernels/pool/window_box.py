@@ -265,7 +265,8 @@ def rolling_step(work: WindowWork, form: WindowForm) -> int:
     if not form.is_simple(form.windows, form.counted) or along.last - along.first != ROLLING_LINES:
         return 0
     pairs = along.step == 1 and work.kind == "sums" and work.dtype.itemsize == 2
-    return 0 if pairs and across.step != 1 else along.step
+    alike = across.step == 1 and across.last - across.first == ROLLING_LINES
+    return 0 if pairs and not alike else along.step
 
 
 def in_pairs(work: WindowWork, form: WindowForm) -> bool:

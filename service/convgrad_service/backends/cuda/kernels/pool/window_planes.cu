@@ -90,7 +90,7 @@ struct Column {
   u32 x[kTogether];  // of each plane, the first element of the first line, in shared memory
   int taps;
 #if PAIRS
-  unsigned short exists[kElements];  // all bits, or none
+  u32 exists[kElements];  // all bits, or none
 #endif
   int slice_pitch, line_pitch;  // bytes
   int slice_size, line_size, first;  // of x, for positions in the plane
@@ -132,7 +132,7 @@ struct Column {
 #pragma unroll
           for (int c = 0; c < kColumns; ++c) {
             const int t = e - c;
-            if (t >= 0 && t < TAPS) parts.of[p][c].take(element, position, weight, t == 0, t < taps);
+            if (t >= 0 && t < TAPS) parts.of[p][c].take(element, position, weight, t == 0, true);
           }
         }
       }
@@ -241,6 +241,7 @@ extern "C" __global__ void __launch_bounds__(kBoxThreads, kBlocks)
     for (int e = 0; e < kElements; ++e) {
       const int own = o2 + along.first + e;
       column.exists[e] = own >= along.low && own < along.high ? 0xffff : 0;
+      asm volatile("" : "+r"(column.exists[e]));
     }
 #else
     const int start2 = window_start<SIMPLE>(along, o2) - box.first[2];
