@@ -9,7 +9,8 @@
 // windows of a row whose numbers are equal modulo `classes` share no cell. The warp adds row by row, class by
 // class, each lane `rounds` windows of a class, and loads the next windows ahead.
 // With MOVE a cell is the number of the last window. SLICED: planes of several slices.
-// Block: 32 threads. Dynamic shared memory: the cells, and the positions of windows along each axis.
+// Block: 32 threads. Dynamic shared memory: the cells, the positions of windows along each axis, and how far a
+// lane's windows of a row are from its first one.
 // Deterministic, no atomics: the order of additions follows from the windows' numbers, however the tile is
 // chosen. Memory-safe for any index. Preconditions: if `inner` is 1, cells are in the order of y's elements.
 // Index limits: elements of an image of x and of y below 2^31; offsets in 64 bits.
@@ -35,6 +36,7 @@ struct ScatterArgs {
   int rounds;       // windows of a class and a row, of a lane
   int box[3];       // the most windows of a tile
   int cells;        // bytes; the positions of windows follow
+  int steps_at;     // bytes, in shared memory
   Divider by_tiles[3], by_chunks;
   Divider by_channels, by_lanes;    // of threads
   Divider by_stores, by_tile[3];    // of cells
@@ -59,12 +61,10 @@ constexpr int kWarp = 32;
 // Windows of a thread that are loaded at once.
 constexpr int kBatch = 4;
 
-// A window of each lane: of which row, and how far from the lane's first one.
-struct Step {
-  int slice, line, column;
-};
+// Windows of each lane in one row of windows; columns are counted from the tile's first window on.
 struct Batch {
-  Step steps[kBatch];
+  int slice, line, count;
+  int columns[kBatch];
   INDEX found[kBatch];
   T values[kBatch];
 };
@@ -111,6 +111,15 @@ extern "C" __global__ void __launch_bounds__(kWarp, sizeof(T) == 8 ? 24 : 32)
       axis_ranges[axis][i] = make_int2(low, high - low);
     }
   }
+  // Columns and elements.
+  int2* const steps = reinterpret_cast<int2*>(shared + args.steps_at);
+  const int a_row = args.classes * args.rounds;
+#pragma unroll 1
+  for (int i = lane; i < a_row; i += kWarp) {
+    const int own_class = i / args.rounds;
+    const int column = own_class + (i - own_class * args.rounds) * args.classes * args.lanes;
+    steps[i] = make_int2(column, column * windows.inner);
+  }
   // A lane's channel, plane and first window of a row, which may be before the tile's first.
   const int above = divide(lane, args.by_channels), channel = lane - above * args.channels;
   const int own_plane = divide(above, args.by_lanes), along = above - own_plane * args.lanes;
@@ -120,8 +129,11 @@ extern "C" __global__ void __launch_bounds__(kWarp, sizeof(T) == 8 ? 24 : 32)
   const int own_number = (first[0] * windows.x_size[1] + first[1]) * windows.x_size[2] + first[2] + own;
   const i64 own_element = (plane + own_plane) * x_plane + static_cast<i64>(own_number) * windows.inner +
                           lead_channel + channel;
-  const INDEX* const indices = static_cast<const INDEX*>(windows.indices) + own_element;
-  const T* const x = static_cast<const T*>(windows.x) + own_element;
+  // Two numbers to the compiler, which would otherwise add up each load's address in 64 bits.
+  i64 own_indices = own_element * static_cast<int>(sizeof(INDEX)), own_x = own_element * static_cast<int>(sizeof(T));
+  asm volatile("" : "+l"(own_indices), "+l"(own_x));
+  const auto indices = reinterpret_cast<const INDEX*>(static_cast<const char*>(windows.indices) + own_indices);
+  const auto x = reinterpret_cast<const T*>(static_cast<const char*>(windows.x) + own_x);
   // The first position of the tile in y, of the first plane.
   const int position = (base[0] * size[1] + base[1]) * size[2] + base[2];
   const i64 y_plane = static_cast<i64>(size[0]) * size[1] * size[2];
@@ -129,86 +141,85 @@ extern "C" __global__ void __launch_bounds__(kWarp, sizeof(T) == 8 ? 24 : 32)
   // If `inner` is 1, cells have the misalignment of y's elements.
   const int head = windows.inner == 1 ? static_cast<int>(begin % kChunk) : 0;
   Cell* const cells = reinterpret_cast<Cell*>(shared) + head;
+  // The cell of the first position of a slice of y, if it were in the tile.
+  const int cell_row = args.tile[2] * args.channels, cell_slice = args.tile[1] * cell_row;
+  const int own_cell = (own_plane * args.tile[0] - base[0]) * cell_slice - base[1] * cell_row -
+                       base[2] * args.channels + channel;
   __syncwarp();
 
-  int left = extent[0] * extent[1] * args.classes * args.rounds;  // windows to load
-  Step next = {0, 0, 0};
-  int next_class = 0, next_round = 0;
-  const int distance = args.classes * args.lanes;  // of a lane's windows of a class
+  const int row = windows.x_size[2] * windows.inner;
+  int left = extent[0] * extent[1];  // rows to load
+  int next_slice = 0, next_line = 0, next_step = 0, next_row = 0;
   const auto load = [&](Batch& to) {
+    to.slice = next_slice;
+    to.line = next_line;
+    to.count = left > 0 ? a_row - next_step : 0;
 #pragma unroll
     for (int b = 0; b < kBatch; ++b) {
-      if (left <= 0) break;
-      to.steps[b] = next;
-      const int number = (next.slice * windows.x_size[1] + next.line) * windows.x_size[2] + next.column;
-      if (static_cast<u32>(own + next.column) < static_cast<u32>(columns)) {
-        to.found[b] = indices[number * windows.inner];
-        if (!MOVE) to.values[b] = x[number * windows.inner];
-      }
-      --left;
-      next.column += distance;
-      if (++next_round < args.rounds) continue;
-      next_round = 0;
-      next.column = ++next_class;
-      if (next_class < args.classes) continue;
-      next.column = next_class = 0;
-      if (++next.line < extent[1]) continue;
-      next.line = 0;
-      ++next.slice;
+      if (b >= to.count) break;
+      const int2 step = steps[next_step + b];
+      to.columns[b] = own + step.x;
+      if (static_cast<u32>(to.columns[b]) >= static_cast<u32>(columns)) continue;
+      to.found[b] = indices[next_row + step.y];
+      if (!MOVE) to.values[b] = x[next_row + step.y];
     }
+    next_step += kBatch;
+    if (next_step < a_row) return;
+    next_step = 0;
+    --left;
+    next_row += row;
+    if (++next_line < extent[1]) return;
+    next_line = 0;
+    next_row += (windows.x_size[1] - extent[1]) * row;
+    ++next_slice;
   };
   bool good = true;
-  int todo = left;
   const auto add = [&](const Batch& from) {
     int targets[kBatch];  // cells
 #pragma unroll
     for (int b = 0; b < kBatch; ++b) {
       targets[b] = -1;
-      if (b >= todo) break;
-      const Step& step = from.steps[b];
-      if (static_cast<u32>(own + step.column) >= static_cast<u32>(columns)) continue;
+      if (b >= from.count) break;
+      if (static_cast<u32>(from.columns[b]) >= static_cast<u32>(columns)) continue;
       const int index = static_cast<int>(from.found[b]);
       int line = divide(index, args.by_y_size[2]);
       const int column = index - line * size[2];
-      const int2 across = axis_ranges[2][own + step.column], lines = axis_ranges[1][step.line];
+      const int2 across = axis_ranges[2][from.columns[b]], lines = axis_ranges[1][from.line];
       bool inside = static_cast<u32>(column - across.x) < static_cast<u32>(across.y), here = true;
       if (sizeof(INDEX) > 4) inside &= static_cast<i64>(from.found[b]) >> 32 == 0;
-      int cell = own_plane;
+      int cell = own_cell;
       if (SLICED) {
         const int slice = divide(line, args.by_y_size[1]);
-        const int2 slices = axis_ranges[0][step.slice];
+        const int2 slices = axis_ranges[0][from.slice];
         line -= slice * size[1];
         inside &= static_cast<u32>(slice - slices.x) < static_cast<u32>(slices.y);
         here = static_cast<u32>(slice - base[0]) < static_cast<u32>(count[0]);
-        cell = cell * args.tile[0] + slice - base[0];
+        cell += slice * cell_slice;
       }
       inside &= static_cast<u32>(line - lines.x) < static_cast<u32>(lines.y);
       here &= static_cast<u32>(line - base[1]) < static_cast<u32>(count[1]);
       here &= static_cast<u32>(column - base[2]) < static_cast<u32>(count[2]);
-      cell = (cell * args.tile[1] + line - base[1]) * args.tile[2] + column - base[2];
       good &= inside;
-      if (inside && here) targets[b] = cell * args.channels + channel;
+      if (inside && here) targets[b] = cell + line * cell_row + column * args.channels;
     }
 #pragma unroll
     for (int b = 0; b < kBatch; ++b) {
-      if (b >= todo) break;
+      if (b >= from.count) break;
       int number = 0;
       if (MOVE) {
-        const Step& step = from.steps[b];
-        number = own_number + (step.slice * windows.x_size[1] + step.line) * windows.x_size[2] + step.column;
+        number = own_number + (from.slice * windows.x_size[1] + from.line) * windows.x_size[2] + from.columns[b] - own;
       }
       if (targets[b] >= 0) cells[targets[b]].meet(from.values[b], number);
       __syncwarp();
     }
-    todo -= kBatch;
   };
   Batch even, odd;
   load(even);
 #pragma unroll 1
-  while (todo > 0) {
+  while (even.count > 0) {
     load(odd);
     add(even);
-    if (todo <= 0) break;
+    if (odd.count <= 0) break;
     load(even);
     add(odd);
   }

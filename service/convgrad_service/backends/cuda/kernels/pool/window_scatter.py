@@ -30,8 +30,8 @@ __all__ = ["WindowScatter"]
 
 # Threads of a block, and the most adjacent elements of `inner`.
 WARP, CHANNELS = 32, 16
-# Of a block: shared memory that is enough, and of a window along an axis.
-MOST_BYTES, RANGE_BYTES = 16 * 1024, 8
+# Of a block: shared memory that is enough, of a window along an axis, and of one of a lane in a row.
+MOST_BYTES, RANGE_BYTES, STEP_BYTES = 16 * 1024, 8, 8
 # Channels last, positions in fewer windows are left to others, and so are signals.
 LEAST_WINDOWS = 4
 # Windows of a class and a row of a lane that are tried.
@@ -104,10 +104,14 @@ class Tile:
         cells = self.planes * self.channels * d.size * h.size * w.size * cell
         return ceil_div(cells, CHUNK_BYTES) * CHUNK_BYTES + 8 * cell
 
-    def bytes(self, dtype: DType) -> int:
-        """Return the shared memory of a block."""
+    def steps_at(self, dtype: DType) -> int:
+        """Return where the steps of a row are in shared memory."""
         d, h, w = self.sides
         return self.cells(dtype) + RANGE_BYTES * (d.box + h.box + w.box)
+
+    def bytes(self, dtype: DType) -> int:
+        """Return the shared memory of a block."""
+        return self.steps_at(dtype) + STEP_BYTES * self.classes * self.rounds
 
     def cost(self, dtype: DType, device: CudaDevice) -> float:
         """Return the instructions of a multiprocessor, as if it were busy."""
@@ -161,7 +165,7 @@ class WindowScatter(FromIndices[Tile]):
             args.tile[axis], args.box[axis], args.tiles[axis] = side
             args.by_tiles[axis], args.by_tile[axis] = divider_of(side.tiles), divider_of(side.size)
             args.by_y_size[axis] = divider_of(form.y_size[axis])
-        args.cells = tile.cells(work.dtype)
+        args.cells, args.steps_at = tile.cells(work.dtype), tile.steps_at(work.dtype)
         args.by_chunks, args.by_channels = divider_of(tile.chunks), divider_of(tile.channels)
         args.by_lanes = divider_of(tile.lanes)
         args.by_stores = divider_of(tile.channels // (chunk if args.vectors else 1))
