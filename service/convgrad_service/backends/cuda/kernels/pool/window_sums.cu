@@ -53,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(128, kBlocks)
   const int begin = (outer - rows * runs) * args.run;
   const int end = min(begin + args.run, args.y_size[2]);
 
-  const int start0 = window_start<SIMPLE>(args.window[0], at0), stop0 = window_stop<SIMPLE>(args.window[0], at0);
+  const int start0 = SIMPLE ? 0 : window_start(args.window[0], at0), stop0 = SIMPLE ? 1 : window_stop(args.window[0], at0);
   const int start = window_start<SIMPLE>(args.window[1], at1), stop = window_stop<SIMPLE>(args.window[1], at1);
   const int last = start0 < stop0 ? window_stop<SIMPLE>(args.window[2], end - 1) : 0;
   const i64 x_row = static_cast<i64>(args.x_size[2]) * args.inner;
@@ -61,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(128, kBlocks)
   const T* const x = static_cast<const T*>(args.x) + item * x_slice * args.x_size[0] +
                      start * x_row + vector * WIDTH;
   S first_weight = S(1), weight[TAPS];  // of the first slice, of rows
-#if WEIGHTED
+#if WEIGHTED && !SIMPLE
   first_weight = S(1) / static_cast<S>(window_size<SIMPLE>(args.counted[0], start0));
 #endif
 #pragma unroll
@@ -74,14 +74,17 @@ extern "C" __global__ void __launch_bounds__(128, kBlocks)
   // The next lines' parts of the windows; the one after them is `line` in slice i0.
   Values ahead[kAhead][TAPS] = {};
   int line = window_start<SIMPLE>(args.window[2], begin), next = line, i0 = start0;
+  const T* from = x + start0 * x_slice + static_cast<i64>(line) * args.inner;
+  const i64 next_line = SIMPLE ? args.inner : args.inner - (stop0 - start0 - 1) * x_slice;
   const auto load = [&](Values (&values)[TAPS]) {
     if (line >= last) return;
-    const T* const from = x + i0 * x_slice + static_cast<i64>(line) * args.inner;
 #pragma unroll
     for (int t = 0; t < TAPS; ++t) {
       if (start + t < stop) values[t] = Values::load(from + t * x_row);
     }
-    if (++i0 < stop0) return;
+    const bool stays = !SIMPLE && ++i0 < stop0;
+    from += stays ? x_slice : next_line;
+    if (stays) return;
     i0 = start0;
     ++line;
   };
@@ -95,13 +98,37 @@ extern "C" __global__ void __launch_bounds__(128, kBlocks)
   }
   const i64 position = (item * args.y_size[0] + at0) * args.y_size[1] + at1;
   T* y = static_cast<T*>(args.y) + (position * args.y_size[2] + begin) * args.inner + vector * WIDTH;
-  S kept[LINES][WIDTH] = {}, kept_weight[LINES] = {};
+  S kept[LINES][WIDTH] = {}, kept_weight[LINES] = {};  // line i at i % LINES, less the first line
+  int at = begin;
 #pragma unroll 1
-  for (int at = begin; at < end; ++at) {
-    const int low = window_start<SIMPLE>(args.window[2], at);
-    const int high = window_stop<SIMPLE>(args.window[2], at);
+  for (;;) {
+#pragma unroll
+    for (int turn = 0; turn < LINES; ++turn) {
+      // The windows that end with the last line, and those with no line.
 #pragma unroll 1
-    for (; next < high; ++next) {
+      while (window_stop<SIMPLE>(args.window[2], at) <= next) {
+        const int low = window_start<SIMPLE>(args.window[2], at);
+        S sum[WIDTH] = {};
+#pragma unroll
+        for (int l = 0; l < LINES; ++l) {
+          if (next - LINES + l < low) continue;
+          const S(&line_sum)[WIDTH] = kept[(turn + l) % LINES];
+#pragma unroll
+          for (int v = 0; v < WIDTH; ++v) {
+            sum[v] = WEIGHTED ? multiply_add(line_sum[v], kept_weight[(turn + l) % LINES], sum[v]) : sum[v] + line_sum[v];
+          }
+        }
+        if (args.by_outputs) {
+          by = across * static_cast<S>(window_size<SIMPLE>(args.counted[2], at));
+          reciprocal = S(1) / by;
+        }
+        Values values;
+#pragma unroll
+        for (int v = 0; v < WIDTH; ++v) values.at[v] = narrow<T>(divided<T>(sum[v], by, reciprocal));
+        values.store(y);
+        y += args.inner;
+        if (++at >= end) return;
+      }
       S part[WIDTH] = {};
       S slice_weight = first_weight;
 #pragma unroll 1
@@ -114,7 +141,7 @@ extern "C" __global__ void __launch_bounds__(128, kBlocks)
           for (int a = 1; a < kAhead; ++a) ahead[a - 1][t] = ahead[a][t];
         }
         load(ahead[kAhead - 1]);
-#if WEIGHTED
+#if WEIGHTED && !SIMPLE
         if (slices > start0) slice_weight = S(1) / static_cast<S>(window_size<SIMPLE>(args.counted[0], slices));
 #endif
 #pragma unroll
@@ -128,36 +155,12 @@ extern "C" __global__ void __launch_bounds__(128, kBlocks)
         }
       }
 #pragma unroll
-      for (int v = 0; v < WIDTH; ++v) {
-#pragma unroll
-        for (int l = 1; l < LINES; ++l) kept[l - 1][v] = kept[l][v];
-        kept[LINES - 1][v] = part[v];
-      }
+      for (int v = 0; v < WIDTH; ++v) kept[turn][v] = part[v];
 #if WEIGHTED
-#pragma unroll
-      for (int l = 1; l < LINES; ++l) kept_weight[l - 1] = kept_weight[l];
-      kept_weight[LINES - 1] = S(1) / static_cast<S>(window_size<SIMPLE>(args.counted[2], next));
+      kept_weight[turn] = S(1) / static_cast<S>(window_size<SIMPLE>(args.counted[2], next));
 #endif
+      ++next;
     }
-    S sum[WIDTH] = {};
-#pragma unroll
-    for (int l = 0; l < LINES; ++l) {
-      const int own = high - LINES + l;
-      if (own < low) continue;
-#pragma unroll
-      for (int v = 0; v < WIDTH; ++v) {
-        sum[v] = WEIGHTED ? multiply_add(kept[l][v], kept_weight[l], sum[v]) : sum[v] + kept[l][v];
-      }
-    }
-    if (args.by_outputs) {
-      by = across * static_cast<S>(window_size<SIMPLE>(args.counted[2], at));
-      reciprocal = S(1) / by;
-    }
-    Values values;
-#pragma unroll
-    for (int v = 0; v < WIDTH; ++v) values.at[v] = narrow<T>(divided<T>(sum[v], by, reciprocal));
-    values.store(y);
-    y += args.inner;
   }
 }
 #else
