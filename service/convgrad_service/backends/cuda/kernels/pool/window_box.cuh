@@ -25,6 +25,8 @@ struct BoxArgs {
   int y_plane, y_pitch;  // elements of y between planes and lines, in shared memory
   int whole;     // whether a block has whole planes
   int by_lines;  // whether each line is a segment
+  int all;          // of window_pairs.cu: tiles of all planes
+  int next_at;      // and a second box, in bytes, in shared memory
   int y_at, places_at, ranges_at, weights_at;  // bytes, in shared memory
   int staged;       // whether y, and indices of 32 bits, are copied to shared memory first
   Divider by_tile[3];  // axis 1: by the runs of a column
@@ -36,8 +38,9 @@ struct Box {
   int first[3], extent[3];  // positions of x
   int plane, planes;
 
-  __device__ __forceinline__ explicit Box(const BoxArgs& args) {
-    int rest = static_cast<int>(blockIdx.x);
+  // The n-th part of all planes.
+  __device__ __forceinline__ Box(const BoxArgs& args, int n) {
+    int rest = n;
 #pragma unroll
     for (int axis = 2; axis >= 0; --axis) {
       base[axis] = first[axis] = 0;

@@ -20,9 +20,9 @@ from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import ceil_div
 from convgrad_service.plans.cuda.works import WindowWork
 
-__all__ = ["MOST_BYTES", "ROLLING_LINES", "Tile", "in_pairs", "rolling_step", "tiled"]
+__all__ = ["BOX_BLOCK", "MOST_BYTES", "Tile", "tiled"]
 
-MOST_THREADS, WARP = 256, 32
+BOX_BLOCK = 256
 # Shared memory of a block: several fit on a multiprocessor.
 MOST_BYTES = 72 * 1024
 # Whole planes beyond those that a block needs are added up to here.
@@ -38,11 +38,6 @@ FEWER_BYTES = 24 * 1024
 # memory.
 MANY_OUTPUTS = 0.5
 RANGE_BYTES = 8
-# Of windows each of whose lines is reduced once.
-ROLLING_LINES = 3
-# Of threads with pairs of columns: what an item, a line and a line's results cost, in instructions, and the
-# fewest threads that keep a block busy.
-AN_ITEM, A_LINE, RESULTS, BUSY = 150, 24, 28, 128
 
 
 BoxArgs: Any = structure("pool/window_box.cuh", "BoxArgs", anonymous=("windows",))
@@ -60,7 +55,6 @@ class Tile:
     planes: int
     whole: bool
     by_lines: bool
-    lines: int = 0  # of a thread, with pairs
 
     @classmethod
     def of(cls, work: WindowWork, form: WindowForm, device: CudaDevice) -> Tile | None:
@@ -76,9 +70,6 @@ class Tile:
         together = _together(work, form)
         whole = cls(form.y_size, form.x_size, together, whole=True, by_lines=False)
         each = whole.places(work, form).end
-        if in_pairs(work, form):
-            if (found := whole._balanced(min(most, FEWER_BYTES), work, form, device)) is not None:
-                return found
         if each <= most:
             blocks = ENOUGH_BLOCKS * device.multiprocessors
             fewer = work.kind == "sums" and _many(form)
@@ -88,7 +79,7 @@ class Tile:
         for by_lines, least_lines, least_columns in ((False, 1, None), (True, 8, 32)):
             lines, columns = form.y_size[1:]
             while True:
-                tile = cls._cut(form, (1, lines, columns), together, by_lines=by_lines)
+                tile = cls.cut(form, (1, lines, columns), together, by_lines=by_lines)
                 if tile.places(work, form).end <= most:
                     return tile
                 if lines > least_lines:
@@ -100,55 +91,16 @@ class Tile:
         return None
 
     @classmethod
-    def _cut(cls, form: WindowForm, size: tuple[int, ...], planes: int, *, by_lines: bool) -> Tile:
+    def cut(cls, form: WindowForm, size: tuple[int, ...], planes: int, *, by_lines: bool) -> Tile:
         sides = zip(form.windows, size, strict=True)
         box = [covered(axis, positions) for axis, positions in sides]
         if not by_lines:
             box[2] = form.x_size[2]
         return cls(size, tuple(box), planes, whole=False, by_lines=by_lines)
 
-    def _balanced(
-        self, most: int, work: WindowWork, form: WindowForm, device: CudaDevice
-    ) -> Tile | None:
-        """Return whole planes whose pairs of columns keep most threads busy; None if too large."""
-        lines, across = form.y_size[1], ceil_div(form.y_size[2], 2)
-        each = self.places(work, form).end
-        groups = max(1, min(most // each, ceil_div(form.batch, self.planes * device.multiprocessors)))
-        if each > most:
-            return None
-        best, least = None, 0.0
-        for group in range(1, groups + 1):
-            for runs in range(1, lines + 1):
-                run = ceil_div(lines, runs)
-                if ceil_div(lines, run) != runs:
-                    continue
-                items = group * runs * across
-                rounds = ceil_div(items, MOST_THREADS)
-                threads = ceil_div(ceil_div(items, rounds), WARP) * WARP
-                work_of = AN_ITEM + (run + ROLLING_LINES - 1) * A_LINE + run * RESULTS
-                cost = max(threads, BUSY) * rounds * work_of / (group * lines * across)
-                if best is None or cost < least:
-                    best, least = replace(self, planes=group * self.planes, lines=run), cost
-        return best
-
-    def _items(self, work: WindowWork, form: WindowForm) -> int:
-        columns = ceil_div(self.size[2], 2 if in_pairs(work, form) else 1)
-        groups = self.planes // _together(work, form)
-        return groups * self.size[0] * ceil_div(self.size[1], self.run(work, form)) * columns
-
-    def threads(self, work: WindowWork, form: WindowForm) -> int:
-        """Return the threads of a block."""
-        if not self.lines:
-            return MOST_THREADS
-        items = self._items(work, form)
-        return ceil_div(ceil_div(items, ceil_div(items, MOST_THREADS)), WARP) * WARP
-
     def run(self, work: WindowWork, form: WindowForm) -> int:
         """Return the positions of a thread along axis 1."""
-        if self.lines:
-            return self.lines
-        across = ceil_div(self.size[2], 2 if in_pairs(work, form) else 1)
-        columns = self.planes // _together(work, form) * self.size[0] * across
+        columns = self.planes // _together(work, form) * self.size[0] * self.size[2]
         lines = self.size[1]
         fitting = (run for run in RUNS if columns * ceil_div(lines, run) >= ENOUGH_ITEMS)
         return ceil_div(lines, ceil_div(lines, next(fitting, 1)))
@@ -185,17 +137,15 @@ class Tile:
         staged = self.staged(work, form)
         y = room(elements, work.dtype.itemsize)
         places = y + (room(outputs, work.dtype.itemsize) if staged else 0)
-        ranges = places + (room(outputs, 4) if staged and work.kind == "maxima" else 0)
+        ranges = places + (room(outputs, 4) if staged else 0)
         weights = ranges + RANGE_BYTES * self.size[1]
         weight_bytes = max(4, work.dtype.itemsize) if form.varying == "inputs" else 0
         end = weights + weight_bytes * sum(self.box)
         return Places(y, places, ranges, weights, end)
 
     def staged(self, work: WindowWork, form: WindowForm) -> bool:
-        """Return whether results are stored in shared memory first: many maxima with indices, and
-        pairs of columns."""
-        maxima = work.kind == "maxima" and work.indices is not None
-        return (self.whole and maxima and _many(form)) or in_pairs(work, form)
+        """Return whether results are stored in shared memory first: many maxima with indices."""
+        return self.whole and work.kind == "maxima" and work.indices is not None and _many(form)
 
     def arguments(self, work: WindowWork, form: WindowForm) -> Any:
         """Return the arguments of a launch."""
@@ -208,8 +158,7 @@ class Tile:
         places = self.places(work, form)
         args.y_at, args.places_at, args.ranges_at, args.weights_at, _ = places
         args.staged = self.staged(work, form)
-        across = ceil_div(self.size[2], 2 if in_pairs(work, form) else 1)
-        runs = self.size[0], ceil_div(self.size[1], args.run), across
+        runs = self.size[0], ceil_div(self.size[1], args.run), self.size[2]
         for dividers, divisors in ((args.by_tile, runs), (args.by_tiles, args.tiles)):
             dividers[:] = [divider_of(divisor) for divisor in divisors]
         return args
@@ -255,25 +204,7 @@ def _together(work: WindowWork, form: WindowForm) -> int:
     """Return a multiple of the planes of a thread, see ``window_planes.cu``."""
     _, lines, taps = map(most_positions, form.windows)
     three = max(lines, taps) == 3 and lines > 1 and work.carried is None
-    few = (work.kind == "maxima" and three) or in_pairs(work, form)
-    return 2 if work.dtype.itemsize == 8 or few else 4
-
-
-def rolling_step(work: WindowWork, form: WindowForm) -> int:
-    """Return by how many lines windows of `ROLLING_LINES` slide, or 0."""
-    along, across = form.windows[1:]
-    if not form.is_simple(form.windows, form.counted) or along.last - along.first != ROLLING_LINES:
-        return 0
-    pairs = along.step == 1 and work.kind == "sums" and work.dtype.itemsize == 2
-    alike = across.step == 1 and across.last - across.first == ROLLING_LINES
-    return 0 if pairs and not alike else along.step
-
-
-def in_pairs(work: WindowWork, form: WindowForm) -> bool:
-    """Return whether a thread has two columns, see ``window_planes.cu``."""
-    lines, taps = map(most_positions, form.windows[1:])
-    rolls = 1 < lines <= ROLLING_LINES == max(lines, taps) and rolling_step(work, form) == 1
-    return rolls and work.kind == "sums" and work.dtype.itemsize == 2
+    return 2 if work.dtype.itemsize == 8 or (work.kind == "maxima" and three) else 4
 
 
 def _pitch(length: int, like: int, chunk: int) -> int:

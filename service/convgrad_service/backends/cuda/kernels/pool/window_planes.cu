@@ -13,10 +13,8 @@
 // ROLLING: one slice, and windows of LINES lines that slide by so many of them; else 0. A line is reduced
 // once, for all windows of a run that contain it.
 // SIMPLE: one slice, and windows that slide by whole positions.
-// PAIRS: sums in 16 bits with ROLLING, of windows that slide by one position along axis 2 too. A thread computes
-// two adjacent columns, whose windows share most elements.
-// With PAIRS, or `staged`, which needs whole planes, results are stored in shared memory first, and from there
-// in 16-byte chunks.
+// With `staged`, which needs whole planes, results are stored in shared memory first, and from there in
+// 16-byte chunks.
 // Block: 256 threads. Dynamic shared memory: the box of x, staged results, the windows along axis 1 of the tile, with
 // WEIGHTED a weight per column, line and slice of the box. Deterministic: the order of
 // additions follows from the windows, however the tile is chosen. Relies on windows that contain a
@@ -31,11 +29,7 @@ namespace {
 
 using T = ELEMENT;
 using S = ElementAccumulator<T>;
-constexpr int kBytes = sizeof(T);
-// Adjacent columns of a thread, and planes.
-constexpr int kColumns = PAIRS ? 2 : 1, kElements = TAPS + kColumns - 1;
-constexpr int kTogether = kBytes == 8 || PAIRS || (MAXIMA && LINES == 3) ? 2 : 4;
-constexpr int kBefore = PAIRS ? 16 : 0;  // bytes in front of the box, where elements that do not exist are read
+constexpr int kBytes = sizeof(T), kTogether = kBytes == 8 || (MAXIMA && LINES == 3) ? 2 : 4;
 
 #if MAXIMA
 struct Part {
@@ -70,33 +64,24 @@ struct Part {
 };
 #endif
 
-// Of as many planes, and adjacent columns.
+// Of as many planes.
 struct Parts {
-  Part of[kTogether][kColumns];
+  Part of[kTogether];
 
   // Adds the part of a line, for windows' first ones or for later ones.
   __device__ __forceinline__ void meet(const Parts& parts, S weight, bool begins) {
 #pragma unroll
-    for (int p = 0; p < kTogether; ++p) {
-#pragma unroll
-      for (int c = 0; c < kColumns; ++c) of[p][c].meet(parts.of[p][c], weight, begins);
-    }
+    for (int p = 0; p < kTogether; ++p) of[p].meet(parts.of[p], weight, begins);
   }
 };
 
-// What a thread reads: the columns [start, start + taps) of the box; with pairs, the next window begins a
-// column later, and columns that do not exist count as zeros.
+// What a thread reads: the columns [start, start + taps) of the box.
 struct Column {
   u32 x[kTogether];  // of each plane, the first element of the first line, in shared memory
   int taps;
-#if PAIRS
-  u32 exists[kElements];  // all bits, or none
-#endif
   int slice_pitch, line_pitch;  // bytes
   int slice_size, line_size, first;  // of x, for positions in the plane
-#if WEIGHTED && PAIRS
-  S weights[kElements];
-#elif WEIGHTED
+#if WEIGHTED
   const S* weights;        // of these columns
   const S* slice_weights;
 #endif
@@ -115,28 +100,9 @@ struct Column {
       const int offset = slice * slice_pitch + at * line_pitch;
       [[maybe_unused]] const int position = first + slice * slice_size + at * line_size;
       [[maybe_unused]] S by_slice = S(1);
-#if WEIGHTED && !PAIRS
+#if WEIGHTED
       by_slice = slice_weights[slice];
 #endif
-#if PAIRS
-#pragma unroll
-      for (int e = 0; e < kElements; ++e) {
-        S weight = S(1);
-#if WEIGHTED
-        weight = weights[e];
-#endif
-#pragma unroll
-        for (int p = 0; p < kTogether; ++p) {
-          T element = element_at<T>(x[p] + offset + e * kBytes);
-          element.bits &= exists[e];
-#pragma unroll
-          for (int c = 0; c < kColumns; ++c) {
-            const int t = e - c;
-            if (t >= 0 && t < TAPS) parts.of[p][c].take(element, position, weight, t == 0, true);
-          }
-        }
-      }
-#else
       const auto tap = [&](int t) {
         const bool begins = kBegins && t == 0, wanted = begins || t < taps;
         S weight = S(1);
@@ -146,7 +112,7 @@ struct Column {
 #pragma unroll
         for (int p = 0; p < kTogether; ++p) {
           const T element = element_at<T>(x[p] + offset + t * kBytes);
-          parts.of[p][0].take(element, position + t, weight, begins, wanted);
+          parts.of[p].take(element, position + t, weight, begins, wanted);
         }
       };
 #if TAPS
@@ -157,7 +123,6 @@ struct Column {
       tap(0);
 #pragma unroll 2
       for (int t = 1; t < taps; ++t) tap(t);
-#endif
 #endif
     }
     return parts;
@@ -177,12 +142,11 @@ extern "C" __global__ void __launch_bounds__(kBoxThreads, kBlocks)
     window_planes(const __grid_constant__ BoxArgs args) {
   extern __shared__ __align__(16) unsigned char shared[];
   const WindowArgs& windows = args.windows;
-  const Box box(args);
-  const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
-  const u32 x = shared_address(box.load<T>(args, windows.x, shared + kBefore));
+  const Box box(args, static_cast<int>(blockIdx.x));
+  const u32 x = shared_address(box.load<T>(args, windows.x, shared));
 #if !ROLLING
   int2* const ranges = reinterpret_cast<int2*>(shared + args.ranges_at);
-  for (int i = thread; i < box.count[1]; i += threads) {
+  for (int i = static_cast<int>(threadIdx.x); i < box.count[1]; i += kBoxThreads) {
     const int o = box.base[1] + i;
     ranges[i] = make_int2(window_start<SIMPLE>(windows.window[1], o) - box.first[1],
                           window_stop<SIMPLE>(windows.window[1], o) - box.first[1]);
@@ -192,7 +156,7 @@ extern "C" __global__ void __launch_bounds__(kBoxThreads, kBlocks)
   S* weights = reinterpret_cast<S*>(shared + args.weights_at);
 #pragma unroll
   for (int axis = 2; axis >= 0; --axis) {
-    for (int i = thread; i < box.extent[axis]; i += threads) {
+    for (int i = static_cast<int>(threadIdx.x); i < box.extent[axis]; i += kBoxThreads) {
       weights[i] = S(1) / static_cast<S>(window_size<SIMPLE>(windows.counted[axis], box.first[axis] + i));
     }
     weights += args.box[axis];
@@ -203,18 +167,12 @@ extern "C" __global__ void __launch_bounds__(kBoxThreads, kBlocks)
 
   const int runs = (args.tile[1] + windows.run - 1) / windows.run;
   const int groups = (box.planes + kTogether - 1) / kTogether;
-  const int across = (args.tile[2] + kColumns - 1) / kColumns;
-  const int items = groups * args.tile[0] * runs * across;
+  const int items = groups * args.tile[0] * runs * args.tile[2];
   // Elements of y are numbered from the block's first plane on.
   const i64 outputs = static_cast<i64>(windows.y_size[0]) * windows.y_size[1] * windows.y_size[2];
-  [[maybe_unused]] const i64 begin = box.plane * outputs;
-#if PAIRS
-  T* const y = reinterpret_cast<T*>(shared + args.y_at) + static_cast<int>(box.y_begin(windows) % (16 / kBytes));
-  const u32 y_at = shared_address(y);
-#else
+  const i64 begin = box.plane * outputs;
   T* y = static_cast<T*>(windows.y) + begin;
   if (args.staged) y = reinterpret_cast<T*>(shared + args.y_at) + static_cast<int>(begin % (16 / kBytes));
-#endif
 #if MAXIMA
   const bool wide = windows.wide_indices && !args.staged;
   void* places = static_cast<char*>(windows.indices) + begin * (wide ? 8 : 4);
@@ -223,8 +181,8 @@ extern "C" __global__ void __launch_bounds__(kBoxThreads, kBlocks)
     places = reinterpret_cast<int*>(shared + args.places_at) + lead;
   }
 #endif
-  for (int item = thread; item < items; item += threads) {
-    const int above = divide(item, args.by_tile[2]), at2 = (item - above * across) * kColumns;
+  for (int item = static_cast<int>(threadIdx.x); item < items; item += kBoxThreads) {
+    const int above = divide(item, args.by_tile[2]), at2 = item - above * args.tile[2];
     const int outer = divide(above, args.by_tile[1]), at1 = (above - outer * runs) * windows.run;
     const int group = SIMPLE ? outer : divide(outer, args.by_tile[0]);
     const int at0 = outer - group * args.tile[0], plane = group * kTogether;
@@ -232,21 +190,9 @@ extern "C" __global__ void __launch_bounds__(kBoxThreads, kBlocks)
     const int o0 = box.base[0] + at0, o2 = box.base[2] + at2;
     const int start0 = SIMPLE ? 0 : window_start(windows.window[0], o0) - box.first[0];
     const int stop0 = SIMPLE ? 1 : window_stop(windows.window[0], o0) - box.first[0];
-    const WindowRange& along = windows.window[2];
+    const int start2 = window_start<SIMPLE>(windows.window[2], o2) - box.first[2];
     Column column;
-#if PAIRS
-    const int start2 = o2 + along.first - box.first[2];
-    column.taps = along.last - along.first;
-#pragma unroll
-    for (int e = 0; e < kElements; ++e) {
-      const int own = o2 + along.first + e;
-      column.exists[e] = own >= along.low && own < along.high ? 0xffff : 0;
-      asm volatile("" : "+r"(column.exists[e]));
-    }
-#else
-    const int start2 = window_start<SIMPLE>(along, o2) - box.first[2];
-    column.taps = window_stop<SIMPLE>(along, o2) - box.first[2] - start2;
-#endif
+    column.taps = window_stop<SIMPLE>(windows.window[2], o2) - box.first[2] - start2;
     column.slice_pitch = args.pitch[1] * kBytes;
     column.line_pitch = args.pitch[2] * kBytes;
     column.line_size = windows.x_size[2];
@@ -256,25 +202,16 @@ extern "C" __global__ void __launch_bounds__(kBoxThreads, kBlocks)
 #if WEIGHTED
     const S* const column_weights = reinterpret_cast<const S*>(shared + args.weights_at);
     const S* const line_weights = column_weights + args.box[2];
-#if PAIRS
-#pragma unroll
-    for (int e = 0; e < kElements; ++e) column.weights[e] = column.exists[e] ? column_weights[start2 + e] : S(0);
-#else
     column.weights = column_weights + start2;
     column.slice_weights = line_weights + args.box[1];
 #endif
-#endif
     u32 target[kTogether];  // of each plane
-    [[maybe_unused]] const int position = (o0 * windows.y_size[1] + box.base[1] + at1) * windows.y_size[2] + o2;
+    const int position = (o0 * windows.y_size[1] + box.base[1] + at1) * windows.y_size[2] + o2;
 #pragma unroll
     for (int p = 0; p < kTogether; ++p) {
       const int own = plane + p < box.planes ? plane + p : plane;
       column.x[p] = x + (own * args.pitch[0] + start2) * kBytes;
-#if PAIRS
-      target[p] = y_at + (own * args.y_plane + at1 * args.y_pitch + at2) * kBytes;
-#else
       target[p] = static_cast<u32>(own * outputs) + position;
-#endif
     }
     const int end = min(at1 + windows.run, box.count[1]);
 #if MAXIMA
@@ -284,61 +221,41 @@ extern "C" __global__ void __launch_bounds__(kBoxThreads, kBlocks)
 #pragma unroll
         for (int p = 0; p < kTogether; ++p) {
           const i64 own = box.plane + (plane + p < box.planes ? plane + p : plane);
-          int& where = total.of[p][0].most.where;
+          int& where = total.of[p].most.where;
           where = windows.carried[own * windows.x_plane + where];
         }
       }
 #endif
       if (windows.y != nullptr) {
 #pragma unroll
-        for (int p = 0; p < kTogether; ++p) y[target[p]] = total.of[p][0].most.element();
+        for (int p = 0; p < kTogether; ++p) y[target[p]] = total.of[p].most.element();
       }
       if (windows.indices != nullptr && wide) {
 #pragma unroll
-        for (int p = 0; p < kTogether; ++p) static_cast<i64*>(places)[target[p]] = total.of[p][0].most.where;
+        for (int p = 0; p < kTogether; ++p) static_cast<i64*>(places)[target[p]] = total.of[p].most.where;
       } else if (windows.indices != nullptr) {
 #pragma unroll
-        for (int p = 0; p < kTogether; ++p) static_cast<int*>(places)[target[p]] = total.of[p][0].most.where;
+        for (int p = 0; p < kTogether; ++p) static_cast<int*>(places)[target[p]] = total.of[p].most.where;
       }
 #pragma unroll
       for (int p = 0; p < kTogether; ++p) advance(target[p], windows.y_size[2]);
     };
 #else
-    const auto division_of = [&](int i, int c) {
-      return DividedBy<T, SIMPLE>(windows, o0, box.base[1] + i, o2 + c);
-    };
-    DividedBy<T, SIMPLE> division = division_of(at1, 0);
-#if PAIRS
-    // A column that does not exist is computed but not stored.
-    const bool second = at2 + 1 < box.count[2];
-    DividedBy<T, SIMPLE> next_division = division_of(at1, second);
-#endif
+    DividedBy<T, SIMPLE> division(windows, o0, box.base[1] + at1, o2);
     int size1 = window_size<SIMPLE>(windows.counted[1], box.base[1] + at1);
     const auto finish = [&](int i, const Parts& total) {
       if (windows.by_outputs) {
         const int size = window_size<SIMPLE>(windows.counted[1], box.base[1] + i);
-        if (size != size1) {
-          division = division_of(i, 0);
-#if PAIRS
-          next_division = division_of(i, second);
-#endif
-        }
+        if (size != size1) division = DividedBy<T, SIMPLE>(windows, o0, box.base[1] + i, o2);
         size1 = size;
       }
 #pragma unroll
       for (int p = 0; p < kTogether; ++p) {
+        const S sum = total.of[p].value;
         // A sum of negative zeros is zero: that of a product with it, as of `divided`'s corrections.
-        const auto mean = [](S sum, const DividedBy<T, SIMPLE>& by) {
-          return narrow<T>(sizeof(T) == 2 ? multiply_add(sum, by.reciprocal, S(0)) : by(sum));
-        };
-#if PAIRS
-        store_element(target[p], mean(total.of[p][0].value, division));
-        if (second) store_element(target[p] + kBytes, mean(total.of[p][1].value, next_division));
-        advance(target[p], args.y_pitch * kBytes);
-#else
-        y[target[p]] = mean(total.of[p][0].value, division);
+        const S mean = sizeof(T) == 2 ? multiply_add(sum, division.reciprocal, S(0)) : division(sum);
+        y[target[p]] = narrow<T>(mean);
         advance(target[p], windows.y_size[2]);
-#endif
       }
     };
 #endif
@@ -424,7 +341,7 @@ extern "C" __global__ void __launch_bounds__(kBoxThreads, kBlocks)
     }
 #endif
   }
-  if (!PAIRS && !args.staged) return;
+  if (!args.staged) return;
   __syncthreads();
   const auto same = [](auto cell) { return cell; };
   if (windows.y != nullptr) box.store<T>(args, windows.y, y, same);

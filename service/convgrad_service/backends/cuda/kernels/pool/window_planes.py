@@ -8,13 +8,7 @@ from typing import NamedTuple
 
 from convgrad.dtypes import FLOATING, DType
 from convgrad_service.backends.cuda.arguments import pack
-from convgrad_service.backends.cuda.kernels.pool.window_box import (
-    ROLLING_LINES,
-    Tile,
-    in_pairs,
-    rolling_step,
-    tiled,
-)
+from convgrad_service.backends.cuda.kernels.pool.window_box import BOX_BLOCK, Tile, tiled
 from convgrad_service.backends.cuda.kernels.pool.window_form import (
     LARGEST,
     SMALL,
@@ -31,8 +25,8 @@ __all__ = ["WindowPlanes"]
 # (LINES, TAPS) of windows; the first that fits is used.
 SHAPES = ((1, 4), (2, 2), (3, 3))
 ANY = (0, 0)
-# Steps of windows each of whose lines is reduced once.
-ROLLING_STEPS = (1, 2)
+# Of windows each of whose lines is reduced once, and by how many they slide.
+ROLLING_LINES, ROLLING_STEPS = 3, (1, 2)
 # Windows of so many positions are left to others unless positions are in many windows, or lines are
 # small and blocks have whole planes.
 LARGE_WINDOW, MUCH_OVERLAP = 24, 4
@@ -68,7 +62,7 @@ class WindowPlanes(Solver[WindowWork, Tiled]):
         launch = Launch(
             _instance(work.dtype, _variant(work, form)),
             (tile.blocks(form), 1, 1),
-            (tile.threads(work, form), 1, 1),
+            (BOX_BLOCK, 1, 1),
             pack(
                 arguments,
                 x=work.x,
@@ -82,17 +76,17 @@ class WindowPlanes(Solver[WindowWork, Tiled]):
 
     def instances(self) -> Iterable[Instance]:
         variants = [
-            _Variant(shape, simple, rolling, maxima, weighted, rolling == 1 and not maxima)
+            _Variant(shape, simple, rolling, maxima, weighted)
             for shape in (*SHAPES, ANY)
             for simple, rolling in ((False, 0), *((True, step) for step in (0, *ROLLING_STEPS)))
             for maxima, weighted in ((True, False), (False, False), (False, True))
         ]
         chosen = dict.fromkeys(variant.compiled() for variant in variants)
         return [
-            _instance(dtype, variant._replace(pairs=variant.pairs and dtype.itemsize == 2))
+            _instance(dtype, variant)
             for dtype in FLOATING
             for variant in chosen
-            if dtype in SMALL or variant.shape == ANY
+            if (dtype in SMALL or variant.shape == ANY) and not _in_pairs(dtype, variant)
         ]
 
 
@@ -104,7 +98,6 @@ class _Variant(NamedTuple):
     rolling: int
     maxima: bool
     weighted: bool
-    pairs: bool
 
     def compiled(self) -> _Variant:
         """Return what is compiled for it: several are rare and run as a more general one."""
@@ -116,8 +109,7 @@ class _Variant(NamedTuple):
         if not simple and shape != ANY:
             # Lines without an instance of their own.
             shape = ANY if lines == 1 else shape
-        pairs = self.pairs and rolling > 0
-        return self._replace(shape=shape, simple=simple, rolling=rolling, pairs=pairs)
+        return self._replace(shape=shape, simple=simple, rolling=rolling)
 
 
 def _variant(work: WindowWork, form: WindowForm) -> _Variant:
@@ -127,9 +119,15 @@ def _variant(work: WindowWork, form: WindowForm) -> _Variant:
     any_size = work.carried is not None or work.dtype not in SMALL
     shape = ANY if any_size else next(fitting, ANY)
     simple = form.is_simple(form.windows, form.counted)
-    rolling, weighted = rolling_step(work, form), form.varying == "inputs"
-    pairs = in_pairs(work, form)
-    return _Variant(shape, simple, rolling, maxima, weighted, pairs).compiled()
+    along = form.windows[1]
+    rolling = along.step if simple and along.last - along.first == ROLLING_LINES else 0
+    found = _Variant(shape, simple, rolling, maxima, form.varying == "inputs").compiled()
+    return found._replace(rolling=0).compiled() if _in_pairs(work.dtype, found) else found
+
+
+def _in_pairs(dtype: DType, variant: _Variant) -> bool:
+    """Whether `window_pairs` computes almost all of these."""
+    return dtype.itemsize == 2 and not variant.maxima and variant.rolling == 1
 
 
 def _instance(dtype: DType, variant: _Variant) -> Instance:
@@ -142,5 +140,4 @@ def _instance(dtype: DType, variant: _Variant) -> Instance:
         ROLLING=variant.rolling,
         MAXIMA=variant.maxima,
         WEIGHTED=variant.weighted,
-        PAIRS=variant.pairs,
     )
