@@ -15,6 +15,8 @@
 // chosen. Memory-safe for any index. Preconditions: if `inner` is 1, cells are in the order of y's elements.
 // Index limits: elements of an image of x and of y below 2^31; offsets in 64 bits.
 #include "pool/windows.cuh"
+#include "ptx/mma.cuh"
+#include "ptx/shared_element.cuh"
 
 using namespace convgrad;
 
@@ -45,14 +47,16 @@ struct ScatterArgs {
 
 // What a cell receives, and how it meets others; zero bits: nothing yet.
 #if MOVE
+using Content = int;
 struct Cell {
-  int last;  // one more than the number of the window in the plane
-  __device__ __forceinline__ void meet(T, int number) { last = max(last, number + 1); }
+  Content content;  // one more than the number of the last window in the plane
+  __device__ __forceinline__ void meet(T, int number) { content = max(content, number + 1); }
 };
 #else
+using Content = S;
 struct Cell {
-  S sum;
-  __device__ __forceinline__ void meet(T value, int) { sum += widen(value); }
+  Content content;  // the sum
+  __device__ __forceinline__ void meet(T value, int) { content += widen(value); }
 };
 #endif
 
@@ -60,6 +64,7 @@ constexpr int kChunk = 16 / sizeof(T);
 constexpr int kWarp = 32;
 // Windows of a thread that are loaded at once.
 constexpr int kBatch = 4;
+constexpr u32 kNone = ~0u;  // no cell
 
 // Windows of each lane in one row of windows; columns are counted from the tile's first window on.
 struct Batch {
@@ -141,10 +146,11 @@ extern "C" __global__ void __launch_bounds__(kWarp, sizeof(T) == 8 ? 24 : 32)
   // If `inner` is 1, cells have the misalignment of y's elements.
   const int head = windows.inner == 1 ? static_cast<int>(begin % kChunk) : 0;
   Cell* const cells = reinterpret_cast<Cell*>(shared) + head;
-  // The cell of the first position of a slice of y, if it were in the tile.
-  const int cell_row = args.tile[2] * args.channels, cell_slice = args.tile[1] * cell_row;
-  const int own_cell = (own_plane * args.tile[0] - base[0]) * cell_slice - base[1] * cell_row -
-                       base[2] * args.channels + channel;
+  // The cell of a lane's first position of y, if it were in the tile.
+  const int cell_column = args.channels * static_cast<int>(sizeof(Cell));
+  const int cell_row = args.tile[2] * cell_column, cell_slice = args.tile[1] * cell_row;
+  const u32 own_cell = shared_address(cells) + channel * static_cast<int>(sizeof(Cell)) +
+                       (own_plane * args.tile[0] - base[0]) * cell_slice - base[1] * cell_row - base[2] * cell_column;
   __syncwarp();
 
   const int row = windows.x_size[2] * windows.inner;
@@ -175,32 +181,35 @@ extern "C" __global__ void __launch_bounds__(kWarp, sizeof(T) == 8 ? 24 : 32)
   };
   bool good = true;
   const auto add = [&](const Batch& from) {
-    int targets[kBatch];  // cells
+    u32 targets[kBatch];  // cells, in shared memory
+    const int2 lines = axis_ranges[1][from.line];
+    [[maybe_unused]] const int2 slices = axis_ranges[0][from.slice];
 #pragma unroll
     for (int b = 0; b < kBatch; ++b) {
-      targets[b] = -1;
+      targets[b] = kNone;
       if (b >= from.count) break;
-      if (static_cast<u32>(from.columns[b]) >= static_cast<u32>(columns)) continue;
+      // Without branches.
+      const bool exists = static_cast<u32>(from.columns[b]) < static_cast<u32>(columns);
+      const int2 across = axis_ranges[2][exists ? from.columns[b] : 0];
       const int index = static_cast<int>(from.found[b]);
       int line = divide(index, args.by_y_size[2]);
       const int column = index - line * size[2];
-      const int2 across = axis_ranges[2][from.columns[b]], lines = axis_ranges[1][from.line];
-      bool inside = static_cast<u32>(column - across.x) < static_cast<u32>(across.y), here = true;
+      bool inside = static_cast<u32>(column - across.x) < static_cast<u32>(across.y), here = exists;
       if (sizeof(INDEX) > 4) inside &= static_cast<i64>(from.found[b]) >> 32 == 0;
-      int cell = own_cell;
+      u32 cell = own_cell;
       if (SLICED) {
         const int slice = divide(line, args.by_y_size[1]);
-        const int2 slices = axis_ranges[0][from.slice];
         line -= slice * size[1];
         inside &= static_cast<u32>(slice - slices.x) < static_cast<u32>(slices.y);
-        here = static_cast<u32>(slice - base[0]) < static_cast<u32>(count[0]);
+        here &= static_cast<u32>(slice - base[0]) < static_cast<u32>(count[0]);
         cell += slice * cell_slice;
       }
       inside &= static_cast<u32>(line - lines.x) < static_cast<u32>(lines.y);
       here &= static_cast<u32>(line - base[1]) < static_cast<u32>(count[1]);
       here &= static_cast<u32>(column - base[2]) < static_cast<u32>(count[2]);
-      good &= inside;
-      if (inside && here) targets[b] = cell + line * cell_row + column * args.channels;
+      cell += line * cell_row + column * cell_column;
+      good &= inside | !exists;
+      targets[b] = inside & here ? cell : kNone;
     }
 #pragma unroll
     for (int b = 0; b < kBatch; ++b) {
@@ -209,11 +218,15 @@ extern "C" __global__ void __launch_bounds__(kWarp, sizeof(T) == 8 ? 24 : 32)
       if (MOVE) {
         number = own_number + (from.slice * windows.x_size[1] + from.line) * windows.x_size[2] + from.columns[b] - own;
       }
-      if (targets[b] >= 0) cells[targets[b]].meet(from.values[b], number);
+      if (targets[b] != kNone) {
+        Cell cell = {element_at<Content>(targets[b])};
+        cell.meet(from.values[b], number);
+        store_element(targets[b], cell.content);
+      }
       __syncwarp();
     }
   };
-  Batch even, odd;
+  Batch even = {}, odd = {};
   load(even);
 #pragma unroll 1
   while (even.count > 0) {
@@ -228,11 +241,11 @@ extern "C" __global__ void __launch_bounds__(kWarp, sizeof(T) == 8 ? 24 : 32)
   // The element of a cell in the n-th plane.
   const auto element = [&](Cell cell, [[maybe_unused]] int n, [[maybe_unused]] int own_channel) {
 #if MOVE
-    if (cell.last == 0) return T{};
-    const i64 from = (plane + n) * x_plane + static_cast<i64>(cell.last - 1) * windows.inner;
+    if (cell.content == 0) return T{};
+    const i64 from = (plane + n) * x_plane + static_cast<i64>(cell.content - 1) * windows.inner;
     return static_cast<const T*>(windows.x)[from + lead_channel + own_channel];
 #else
-    return narrow<T>(cell.sum);
+    return narrow<T>(cell.content);
 #endif
   };
   constexpr int kCells = 16 / sizeof(Cell);
