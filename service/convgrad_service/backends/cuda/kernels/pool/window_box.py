@@ -154,7 +154,10 @@ class Tile:
         args.tile[:], args.box[:], args.tiles[:] = self.size, self.box, self.tiles(form)
         args.planes, args.run = self.planes, self.run(work, form)
         args.whole, args.by_lines = self.whole, self.by_lines
-        args.pitch[:], (args.y_plane, args.y_pitch) = self.pitch(work, form), self.y_pitch(work, form)
+        args.pitch[:], (args.y_plane, args.y_pitch) = (
+            self.pitch(work, form),
+            self.y_pitch(work, form),
+        )
         places = self.places(work, form)
         args.y_at, args.places_at, args.ranges_at, args.weights_at, _ = places
         args.staged = self.staged(work, form)

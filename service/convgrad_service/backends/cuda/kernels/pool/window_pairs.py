@@ -1,9 +1,9 @@
-"""Averages of 3x3 windows that slide by one, channels first in 16-bit types, in pairs of columns."""
+"""Averages of 3x3 windows that slide by one, channels first in 16-bit types."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from convgrad.dtypes import FLOATING, DType
@@ -28,13 +28,15 @@ ITEMSIZE = 2
 MOST_THREADS, WARP = 256, 32
 # Of a block: shared memory that is tried first.
 MOST_BYTES = 48 * 1024
-# Instructions of a block's warp: of a tile, and of each item, line and line of results in it; registers of a
-# thread, and warps that keep a multiprocessor busy.
+# Instructions of a block's warp: of a tile, and of each item, line and line of results in it;
+# registers of a thread, and warps that keep a multiprocessor busy.
 A_TILE, AN_ITEM, A_LINE, RESULTS = 150, 120, 44, 36
 REGISTERS, BUSY_WARPS = 64, 24
 REGISTER_FILE, RESIDENT_THREADS, RESIDENT_BLOCKS = 65536, 2048, 32
-# Parts of a plane's lines, or of its columns, that are tried.
-PARTS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32)
+# What is tried: pairs of planes, parts of a plane's lines or columns, and runs of a tile's lines.
+GROUPS = (*range(1, 9), 10, 12, 14, 16, 20, 24, 28, 32)
+PARTS = (*range(1, 9), *(5 * 2**n for n in range(1, 9)), *(2**n for n in range(4, 12)))
+RUNS = (1, 2, 3, 4, 6, 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +99,12 @@ class Pairs:
         lines = (self.run + SIZE - 1) * A_LINE + self.run * RESULTS
         warps = self.threads // WARP
         each = warps * (A_TILE + self.rounds * (AN_ITEM + lines))
-        return ceil_div(self.tiles, blocks) * resident * each * max(1.0, BUSY_WARPS / (warps * resident))
+        return (
+            ceil_div(self.tiles, blocks)
+            * resident
+            * each
+            * max(1.0, BUSY_WARPS / (warps * resident))
+        )
 
 
 class WindowPairs(Solver[WindowWork, Pairs]):
@@ -111,13 +118,11 @@ class WindowPairs(Solver[WindowWork, Pairs]):
         form = WindowForm.of(work)
         if form.last:
             return "channels last"
-        slides = all(
-            axis.step == 1 and axis.last - axis.first == SIZE for axis in form.windows[1:]
-        )
+        slides = all(axis.step == 1 and axis.last - axis.first == SIZE for axis in form.windows[1:])
         if not slides or not form.is_simple(form.windows, form.counted):
             return f"windows that are not {SIZE} x {SIZE}, one apart"
         for most in (MOST_BYTES, device.shared_bytes_per_block):
-            fitting = [found for found in _candidates(work, form) if found.places()[-1] <= most]
+            fitting = _candidates(work, form, most)
             if fitting:
                 break
         else:
@@ -152,24 +157,36 @@ class WindowPairs(Solver[WindowWork, Pairs]):
         ]
 
 
-def _candidates(work: WindowWork, form: WindowForm) -> Iterator[Pairs]:
-    """Tiles of whole planes, and of parts of two."""
+def _candidates(work: WindowWork, form: WindowForm, most: int) -> list[Pairs]:
+    """Tiles of whole planes and of parts of two, of at most ``most`` bytes of shared memory."""
     _, lines, columns = form.y_size
     whole = Tile(form.y_size, form.x_size, TOGETHER, whole=True, by_lines=False)
-    tiles = []
-    for groups in range(1, 33):
-        if (groups - 1) * TOGETHER < form.batch:
-            tiles.append(Tile(form.y_size, form.x_size, groups * TOGETHER, whole=True, by_lines=False))
-    for by_lines in (False, True):
-        for across in PARTS if by_lines else (1,):
-            for down in PARTS:
-                size = 1, ceil_div(lines, down), ceil_div(columns, across)
-                tiles.append(Tile.cut(form, size, TOGETHER, by_lines=by_lines))
-    del whole
+    tiles = [
+        replace(whole, planes=groups * TOGETHER)
+        for groups in GROUPS
+        if (groups - 1) * TOGETHER < form.batch
+    ]
+    parts = [(1, ceil_div(lines, n), columns) for n in PARTS if n <= lines]
+    tiles += [Tile.cut(form, part, TOGETHER, by_lines=False) for part in parts]
+    found = list(_fitting(work, form, tiles, most))
+    if found:
+        return found
+    parts = [(1, ceil_div(lines, n), ceil_div(columns, m)) for m in PARTS for n in PARTS]
+    tiles = [Tile.cut(form, part, TOGETHER, by_lines=True) for part in parts]
+    return list(_fitting(work, form, tiles, most))
+
+
+def _fitting(
+    work: WindowWork, form: WindowForm, tiles: Iterable[Tile], most: int
+) -> Iterator[Pairs]:
     for tile in tiles:
-        for runs in (1, 2, 3, 4, 6, 8):
-            if runs <= tile.size[1]:
-                yield Pairs(work, form, tile, ceil_div(tile.size[1], runs))
+        some = [
+            Pairs(work, form, tile, ceil_div(tile.size[1], runs))
+            for runs in RUNS
+            if runs <= tile.size[1]
+        ]
+        if some[0].places()[-1] <= most:
+            yield from some
 
 
 def _instance(dtype: DType, weighted: bool) -> Instance:

@@ -25,19 +25,21 @@ from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import RESERVED_BYTES, CudaDevice
 from convgrad_service.plans.cuda.program import Instance, Launch, ceil_div
 from convgrad_service.plans.cuda.works import WindowWork
+from convgrad_service.problems.windows import WindowAxis
 
 __all__ = ["WindowScatter"]
 
 # Threads of a block, and the most adjacent elements of `inner`.
 WARP, CHANNELS = 32, 16
-# Of a block: shared memory that is enough, of a window along an axis, and of one of a lane in a row.
+# Of a block: shared memory that is enough; of a window along an axis, and of one of a lane's in a
+# row.
 MOST_BYTES, RANGE_BYTES, STEP_BYTES = 16 * 1024, 8, 8
 # Channels last, positions in fewer windows are left to others, and so are signals.
 LEAST_WINDOWS = 4
 # Windows of a class and a row of a lane that are tried.
 ROUNDS = (1, 2, 4, 8)
-# What a block, a window of each lane and a cell of each lane cost, in instructions, and blocks that keep a
-# multiprocessor busy, of those that it can have.
+# What a block, a window of each lane and a cell of each lane cost, in instructions, and blocks that
+# keep a multiprocessor busy, of those that it can have.
 A_BLOCK, A_WINDOW, A_CELL, BUSY, RESIDENT = 300, 40, 5, 20, 32
 # Parts of an axis that are tried: of the largest tiles, as many as are FITTING along the last axis.
 PARTS = sorted({*range(1, 9), *(5 * 2**n // 4 for n in range(3, 31)), *(2**n for n in range(31))})
