@@ -46,7 +46,7 @@ POOLS = {
 # Constants that decide how a plane is cut.
 TILES = {
     "small tiles": {"MOST_BYTES": 1500},
-    "many rounds": {"ROUNDS": (8,)},
+    "few threads": {"MOST_THREADS": 32},
     "few channels": {"CHANNELS": 4},
     "many channels": {"CHANNELS": 32, "MOST_BYTES": 3000},
 }

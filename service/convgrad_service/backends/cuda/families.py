@@ -67,7 +67,6 @@ from convgrad_service.backends.cuda.kernels.pool.pool_strips import PoolStrips
 from convgrad_service.backends.cuda.kernels.pool.pool_tiles import PoolTiles
 from convgrad_service.backends.cuda.kernels.pool.route_strips import RouteStrips
 from convgrad_service.backends.cuda.kernels.pool.window_maxima import WindowMaxima
-from convgrad_service.backends.cuda.kernels.pool.window_pairs import WindowPairs
 from convgrad_service.backends.cuda.kernels.pool.window_planes import WindowPlanes
 from convgrad_service.backends.cuda.kernels.pool.window_reduce import WindowReduce
 from convgrad_service.backends.cuda.kernels.pool.window_routes import WindowRoutes
@@ -268,7 +267,6 @@ FAMILIES = Families(
         MaximaByAxes(MAXIMA_ONE_PASS),
         WindowReduce(),
         WindowTiles(),
-        WindowPairs(),
         WindowPlanes(),
         WindowSums(),
         WindowMaxima(),

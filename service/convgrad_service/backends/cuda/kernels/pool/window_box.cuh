@@ -13,7 +13,7 @@
 
 namespace convgrad {
 
-constexpr int kBoxThreads = 256;  // at most
+constexpr int kBoxThreads = 256;
 
 struct BoxArgs {
   WindowArgs windows;
@@ -22,11 +22,9 @@ struct BoxArgs {
   int box[3];    // the most positions of x under a tile
   int planes;    // of a block, a multiple of kTogether for window_planes.cu
   int pitch[3];  // elements of x between planes, slices and lines, in shared memory
-  int y_plane, y_pitch;  // elements of y between planes and lines, in shared memory
+  int y_pitch;   // elements of y between lines, in shared memory
   int whole;     // whether a block has whole planes
   int by_lines;  // whether each line is a segment
-  int all;          // of window_pairs.cu: tiles of all planes
-  int next_at;      // and a second box, in bytes, in shared memory
   int y_at, places_at, ranges_at, weights_at;  // bytes, in shared memory
   int staged;       // whether y, and indices of 32 bits, are copied to shared memory first
   Divider by_tile[3];  // axis 1: by the runs of a column
@@ -38,9 +36,8 @@ struct Box {
   int first[3], extent[3];  // positions of x
   int plane, planes;
 
-  // The n-th part of all planes.
-  __device__ __forceinline__ Box(const BoxArgs& args, int n) {
-    int rest = n;
+  __device__ __forceinline__ explicit Box(const BoxArgs& args) {
+    int rest = static_cast<int>(blockIdx.x);
 #pragma unroll
     for (int axis = 2; axis >= 0; --axis) {
       base[axis] = first[axis] = 0;
@@ -79,7 +76,7 @@ struct Box {
       // The tensor may end within the last chunk.
       const i64 left = all - (from - head);
       const int whole = left < static_cast<i64>(chunks) * kChunk ? chunks - 1 : chunks;
-      const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
+      const int thread = static_cast<int>(threadIdx.x);
       if (whole < chunks && thread == 0) {
         const int rest = static_cast<int>(left) - whole * kChunk;
         cp_async<16>(target + whole * 16, source + whole * 16, rest * static_cast<int>(sizeof(E)));
@@ -87,10 +84,10 @@ struct Box {
       target += thread * 16;
       source += thread * 16;
 #pragma unroll 4
-      for (int c = thread; c < whole; c += threads) {
+      for (int c = thread; c < whole; c += kBoxThreads) {
         cp_async<16>(target, source);
-        target += threads * 16;
-        source += threads * 16;
+        target += kBoxThreads * 16;
+        source += kBoxThreads * 16;
       }
     };
     const int lines = args.by_lines ? extent[1] : 1, length = args.by_lines ? extent[2] : extent[1] * size[2];
@@ -117,9 +114,10 @@ struct Box {
            static_cast<i64>(base[1]) * windows.y_size[2] + base[2];
   }
 
-  // Stores element(cell) to y or another tensor of its shape for each cell of the tile, of one slice or of
-  // whole planes. Cells are in shared memory, y_plane and y_pitch apart; the first one has the misalignment
-  // of y's element. Elements beside the tile stay as they are.
+  // Stores element(cell) to y or another tensor of its shape for each cell of the tile of one plane, or of
+  // whole planes. Cells are in shared
+  // memory, lines y_pitch apart; the first one has the misalignment of y's element. Elements beside the
+  // tile stay as they are.
   template <class T, class Cell, class Element>
   __device__ __forceinline__ void store(const BoxArgs& args, void* tensor, const Cell* cells,
                                         Element element) const {
@@ -133,16 +131,16 @@ struct Box {
       T* const target = static_cast<T*>(tensor) + (to - head);
       at -= head;
       const int whole = (head + length) / kChunk;  // chunks up to the last whole one
-      const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
+      const int thread = static_cast<int>(threadIdx.x);
       // Of the chunks that the segment covers in part, an element for each thread.
-      for (int e = thread; e < 2 * kChunk; e += threads) {
+      for (int e = thread; e < 2 * kChunk; e += kBoxThreads) {
         const int c = e < kChunk ? 0 : whole;
         const int own = c * kChunk + e % kChunk;
         const bool part = e < kChunk ? head > 0 : whole < chunks && (whole > 0 || head == 0);
         if (part && own >= head && own < head + length) target[own] = element(cells[at + own]);
       }
 #pragma unroll 4
-      for (int c = thread + (head > 0); c < whole; c += threads) {
+      for (int c = thread + (head > 0); c < whole; c += kBoxThreads) {
         const int low = c * kChunk;
         Vector<T, kChunk> values;
 #pragma unroll
@@ -155,14 +153,10 @@ struct Box {
       }
     };
     const int lines = args.by_lines ? count[1] : 1, length = args.by_lines ? count[2] : count[1] * size[2];
-    const int plane_size = size[0] * size[1] * size[2];
 #pragma unroll 1
-    for (int segment = 0, p = 0, i = 0; segment < (args.whole ? 1 : planes * lines); ++segment) {
-      copy(begin + static_cast<i64>(p) * plane_size + static_cast<i64>(i) * size[2],
-           p * args.y_plane + i * args.y_pitch, args.whole ? planes * plane_size : length);
-      if (++i < lines) continue;
-      i = 0;
-      ++p;
+    for (int i = 0; i < (args.whole ? 1 : lines); ++i) {
+      copy(begin + static_cast<i64>(i) * size[2], i * args.y_pitch,
+           args.whole ? planes * size[0] * size[1] * size[2] : length);
     }
   }
 };

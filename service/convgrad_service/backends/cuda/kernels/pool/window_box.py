@@ -79,7 +79,7 @@ class Tile:
         for by_lines, least_lines, least_columns in ((False, 1, None), (True, 8, 32)):
             lines, columns = form.y_size[1:]
             while True:
-                tile = cls.cut(form, (1, lines, columns), together, by_lines=by_lines)
+                tile = cls._cut(form, (1, lines, columns), together, by_lines=by_lines)
                 if tile.places(work, form).end <= most:
                     return tile
                 if lines > least_lines:
@@ -91,7 +91,7 @@ class Tile:
         return None
 
     @classmethod
-    def cut(cls, form: WindowForm, size: tuple[int, ...], planes: int, *, by_lines: bool) -> Tile:
+    def _cut(cls, form: WindowForm, size: tuple[int, ...], planes: int, *, by_lines: bool) -> Tile:
         sides = zip(form.windows, size, strict=True)
         box = [covered(axis, positions) for axis, positions in sides]
         if not by_lines:
@@ -116,15 +116,10 @@ class Tile:
         slice = _pitch(self.box[1] * line, slice, chunk)
         return _pitch(self.box[0] * slice, plane, chunk), slice, line
 
-    def y_pitch(self, work: WindowWork, form: WindowForm) -> tuple[int, int]:
-        """Return the elements of y between planes and lines, like those of y modulo a chunk."""
-        plane, line = prod(form.y_size), form.y_size[2]
-        if self.whole:
-            return plane, line
-        chunk = _chunk(work)
-        if self.by_lines:
-            line = _pitch(self.size[2], line, chunk)
-        return _pitch(self.size[1] * line, plane, chunk), line
+    def y_pitch(self, work: WindowWork, form: WindowForm) -> int:
+        """Return the elements of y between lines."""
+        line = form.y_size[2]
+        return _pitch(self.size[2], line, _chunk(work)) if self.by_lines else line
 
     def places(self, work: WindowWork, form: WindowForm) -> Places:
         """Return where the parts of shared memory are."""
@@ -133,7 +128,7 @@ class Tile:
             return ceil_div(elements * itemsize, CHUNK_BYTES) * CHUNK_BYTES + 2 * CHUNK_BYTES
 
         elements = self.planes * self.pitch(work, form)[0]
-        outputs = self.planes * self.y_pitch(work, form)[0]
+        outputs = self.planes * self.size[0] * self.size[1] * self.y_pitch(work, form)
         staged = self.staged(work, form)
         y = room(elements, work.dtype.itemsize)
         places = y + (room(outputs, work.dtype.itemsize) if staged else 0)
@@ -154,10 +149,7 @@ class Tile:
         args.tile[:], args.box[:], args.tiles[:] = self.size, self.box, self.tiles(form)
         args.planes, args.run = self.planes, self.run(work, form)
         args.whole, args.by_lines = self.whole, self.by_lines
-        args.pitch[:], (args.y_plane, args.y_pitch) = (
-            self.pitch(work, form),
-            self.y_pitch(work, form),
-        )
+        args.pitch[:], args.y_pitch = self.pitch(work, form), self.y_pitch(work, form)
         places = self.places(work, form)
         args.y_at, args.places_at, args.ranges_at, args.weights_at, _ = places
         args.staged = self.staged(work, form)

@@ -142,7 +142,7 @@ extern "C" __global__ void __launch_bounds__(kBoxThreads, kBlocks)
     window_planes(const __grid_constant__ BoxArgs args) {
   extern __shared__ __align__(16) unsigned char shared[];
   const WindowArgs& windows = args.windows;
-  const Box box(args, static_cast<int>(blockIdx.x));
+  const Box box(args);
   const u32 x = shared_address(box.load<T>(args, windows.x, shared));
 #if !ROLLING
   int2* const ranges = reinterpret_cast<int2*>(shared + args.ranges_at);

@@ -86,7 +86,7 @@ class WindowPlanes(Solver[WindowWork, Tiled]):
             _instance(dtype, variant)
             for dtype in FLOATING
             for variant in chosen
-            if (dtype in SMALL or variant.shape == ANY) and not _in_pairs(dtype, variant)
+            if dtype in SMALL or variant.shape == ANY
         ]
 
 
@@ -121,13 +121,7 @@ def _variant(work: WindowWork, form: WindowForm) -> _Variant:
     simple = form.is_simple(form.windows, form.counted)
     along = form.windows[1]
     rolling = along.step if simple and along.last - along.first == ROLLING_LINES else 0
-    found = _Variant(shape, simple, rolling, maxima, form.varying == "inputs").compiled()
-    return found._replace(rolling=0).compiled() if _in_pairs(work.dtype, found) else found
-
-
-def _in_pairs(dtype: DType, variant: _Variant) -> bool:
-    """Whether `window_pairs` computes almost all of these."""
-    return dtype.itemsize == 2 and not variant.maxima and variant.rolling == 1
+    return _Variant(shape, simple, rolling, maxima, form.varying == "inputs").compiled()
 
 
 def _instance(dtype: DType, variant: _Variant) -> Instance:

@@ -4,19 +4,17 @@
 // y[i] = sum of x[o] over the windows o that contain i and whose index is i; with MOVE, the last of
 // them, bit by bit; 0 if there are none. An index outside its window sets bad[MOVE] unless `bad` is
 // null.
-// A block is a warp with a cell in shared memory for each position of a tile of y, in whole planes or in
-// adjacent elements of `inner`. A position is in at most `classes` adjacent windows along the last axis, so
-// windows of a row whose numbers are equal modulo `classes` share no cell. The warp adds row by row, class by
-// class, each lane `rounds` windows of a class, and loads the next windows ahead.
+// A block has a cell in shared memory for each position of a tile of y, in whole planes or in adjacent
+// elements of `inner`. A position is in at most `phases` adjacent windows along each axis, so windows whose
+// numbers are equal modulo `phases` share no cell. A thread loads `rounds` windows of each phase, and adds
+// those that have their index in the tile to their cells, with a barrier after each phase.
 // With MOVE a cell is the number of the last window. SLICED: planes of several slices.
-// Block: 32 threads. Dynamic shared memory: the cells, the positions of windows along each axis, and how far a
-// lane's windows of a row are from its first one.
+// Block: at least as many threads as a round has windows, 128 to 256. Dynamic shared memory: the cells, the positions of
+// windows along each axis, and of each round how far its windows are from the first round's.
 // Deterministic, no atomics: the order of additions follows from the windows' numbers, however the tile is
 // chosen. Memory-safe for any index. Preconditions: if `inner` is 1, cells are in the order of y's elements.
 // Index limits: elements of an image of x and of y below 2^31; offsets in 64 bits.
 #include "pool/windows.cuh"
-#include "ptx/mma.cuh"
-#include "ptx/shared_element.cuh"
 
 using namespace convgrad;
 
@@ -33,219 +31,216 @@ struct ScatterArgs {
   int channels;     // of `inner`, of a block
   int chunks;       // of `inner`
   int vectors;      // whether cells of 16 bytes of adjacent channels are stored at once
-  int classes;      // the most windows along the last axis that contain a position
-  int lanes;        // along the last axis, for a channel of a plane
-  int rounds;       // windows of a class and a row, of a lane
+  int phases[3];    // the most windows that contain a position
+  int grid[3];      // threads
+  int rounds;       // windows of a phase, of a thread
+  int round[3];     // the distance between these
   int box[3];       // the most windows of a tile
   int cells;        // bytes; the positions of windows follow
   int steps_at;     // bytes, in shared memory
   Divider by_tiles[3], by_chunks;
-  Divider by_channels, by_lanes;    // of threads
-  Divider by_stores, by_tile[3];    // of cells
+  Divider by_channels, by_grid[3];  // of threads
+  Divider by_stores, by_tile[3];        // of cells
   Divider by_y_size[3];
 };
 
 // What a cell receives, and how it meets others; zero bits: nothing yet.
 #if MOVE
-using Content = int;
 struct Cell {
-  Content content;  // one more than the number of the last window in the plane
-  __device__ __forceinline__ void meet(T, int number) { content = max(content, number + 1); }
+  int last;  // one more than the number of the window in the plane
+  __device__ __forceinline__ void meet(T, int number) { last = max(last, number + 1); }
 };
 #else
-using Content = S;
 struct Cell {
-  Content content;  // the sum
-  __device__ __forceinline__ void meet(T value, int) { content += widen(value); }
+  S sum;
+  __device__ __forceinline__ void meet(T value, int) { sum += widen(value); }
 };
 #endif
 
 constexpr int kChunk = 16 / sizeof(T);
-constexpr int kWarp = 32;
-// Windows of a thread that are loaded at once.
+// Windows of a thread that are loaded before the first is added.
 constexpr int kBatch = 4;
-constexpr u32 kNone = ~0u;  // no cell
 
-// Windows of each lane in one row of windows; columns are counted from the tile's first window on.
-struct Batch {
-  int slice, line, count;
-  int columns[kBatch];
-  INDEX found[kBatch];
-  T values[kBatch];
+// Along an axis: the positions of the tile, [base, base + count) of y; its windows; the first phase's first window
+// among these.
+struct Side {
+  int base, count, first, extent, lead;
 };
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(kWarp, sizeof(T) == 8 ? 24 : 32)
+// Compilers for other GPUs need more registers.
+constexpr int kBlocks = sizeof(T) == 8 || __CUDA_ARCH__ != 900 ? 4 : 5;
+
+extern "C" __global__ void __launch_bounds__(256, kBlocks)
     window_scatter(const __grid_constant__ ScatterArgs args) {
   extern __shared__ __align__(16) unsigned char shared[];
+  __shared__ Side sides[3];
   const WindowArgs& windows = args.windows;
-  const int lane = static_cast<int>(threadIdx.x);
+  const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
   const int(&size)[3] = windows.y_size;
   int tile = divide(static_cast<int>(blockIdx.x), args.by_chunks);
   const int lead_channel = (static_cast<int>(blockIdx.x) - tile * args.chunks) * args.channels;
-  // Along an axis: the positions of the tile, [base, base + count) of y, and its windows.
-  int base[3], count[3], first[3], extent[3];
+  int tiles[3];
 #pragma unroll
   for (int axis = 2; axis >= 0; --axis) {
-    base[axis] = first[axis] = 0;
-    count[axis] = extent[axis] = 1;
-    if (axis == 0 && !SLICED) continue;
     const int outer = divide(tile, args.by_tiles[axis]);
-    base[axis] = (tile - outer * args.tiles[axis]) * args.tile[axis];
+    tiles[axis] = tile - outer * args.tiles[axis];
     tile = outer;
-    count[axis] = min(args.tile[axis], size[axis] - base[axis]);
-    first[axis] = window_start(windows.window[axis], base[axis]);
-    extent[axis] = max(0, window_stop(windows.window[axis], base[axis] + count[axis] - 1) - first[axis]);
   }
   const int plane = tile * args.planes, planes = min(args.planes, windows.batch - plane);
   const int channels = min(args.channels, windows.inner - lead_channel);
-  for (int at = lane * 16; at < args.cells; at += kWarp * 16) {
+  if (thread % 32 == 0 && thread < 96) {
+    const int axis = thread / 32;
+    Side side;
+    side.base = tiles[axis] * args.tile[axis];
+    side.count = min(args.tile[axis], size[axis] - side.base);
+    side.first = window_start(windows.window[axis], side.base);
+    side.extent = window_stop(windows.window[axis], side.base + side.count - 1) - side.first;
+    const int n = args.phases[axis];
+    side.lead = side.first == 0 ? 0 : n - 1 - (side.first + n - 1) % n;
+    sides[axis] = side;
+  }
+  for (int at = thread * 16; at < args.cells; at += threads * 16) {
     *reinterpret_cast<uint4*>(shared + at) = {};
   }
-  // The windows' first positions and lengths in y, axis by axis.
+  // A thread's window of a phase, if that is the first window of the tile.
+  int own[3], own_plane = divide(thread, args.by_channels);
+  const int channel = thread - own_plane * args.channels;
+#pragma unroll
+  for (int axis = 2; axis >= 0; --axis) {
+    const int outer = divide(own_plane, args.by_grid[axis]);
+    own[axis] = (own_plane - outer * args.grid[axis]) * args.phases[axis];
+    own_plane = outer;
+  }
+  __syncthreads();
+
+  // The windows' first positions, which may be outside of y, and lengths, axis by axis.
   int2* const ranges = reinterpret_cast<int2*>(shared + args.cells);
-  int2* const axis_ranges[3] = {ranges + args.box[2] + args.box[1], ranges + args.box[2], ranges};
+  int4* const step_at = reinterpret_cast<int4*>(shared + args.steps_at);
+  int ranges_at[3] = {args.box[2] + args.box[1], args.box[2], 0};
 #pragma unroll
   for (int axis = 2; axis >= 0; --axis) {
     if (axis == 0 && !SLICED) continue;
 #pragma unroll 1
-    for (int i = lane; i < extent[axis]; i += kWarp) {
-      const int low = window_start(windows.counted[axis], first[axis] + i);
-      const int high = window_stop(windows.counted[axis], first[axis] + i);
-      axis_ranges[axis][i] = make_int2(low, high - low);
+    for (int i = thread; i < sides[axis].extent; i += threads) {
+      const WindowRange& range = windows.counted[axis];
+      const int low = window_bound(range, sides[axis].first + i, range.first);
+      const int high = window_bound(range, sides[axis].first + i, range.last);
+      ranges[ranges_at[axis] + i] = make_int2(low, high - low);
     }
   }
-  // Columns and elements.
-  int2* const steps = reinterpret_cast<int2*>(shared + args.steps_at);
-  const int a_row = args.classes * args.rounds;
+  // A thread's windows: of each phase, `rounds` of them.
+  const int steps = args.phases[0] * args.phases[1] * args.phases[2] * args.rounds;
 #pragma unroll 1
-  for (int i = lane; i < a_row; i += kWarp) {
-    const int own_class = i / args.rounds;
-    const int column = own_class + (i - own_class * args.rounds) * args.classes * args.lanes;
-    steps[i] = make_int2(column, column * windows.inner);
+  for (int step = thread; step < steps; step += threads) {
+    int at[3], outer = step / args.rounds;
+    const int round = step - outer * args.rounds;
+#pragma unroll
+    for (int axis = 2; axis >= 0; --axis) {
+      const int n = args.phases[axis], above = outer / n;
+      at[axis] = outer - above * n + sides[axis].lead;
+      if (at[axis] >= n) at[axis] -= n;
+      at[axis] += round * args.round[axis];
+      outer = above;
+    }
+    const int number = (at[0] * windows.x_size[1] + at[1]) * windows.x_size[2] + at[2];
+    step_at[step] = make_int4(at[0], at[1], at[2], number * windows.inner);
   }
-  // A lane's channel, plane and first window of a row, which may be before the tile's first.
-  const int above = divide(lane, args.by_channels), channel = lane - above * args.channels;
-  const int own_plane = divide(above, args.by_lanes), along = above - own_plane * args.lanes;
-  const int own = along * args.classes - (first[2] == 0 ? 0 : first[2] % args.classes);
-  const int columns = own_plane < planes && channel < channels ? extent[2] : 0;
+  int extent[3];
+#pragma unroll
+  for (int axis = 0; axis < 3; ++axis) extent[axis] = sides[axis].extent - own[axis];
+  if (own_plane >= planes || channel >= channels) extent[2] = 0;  // no window
   const i64 x_plane = static_cast<i64>(windows.x_plane) * windows.inner;
-  const int own_number = (first[0] * windows.x_size[1] + first[1]) * windows.x_size[2] + first[2] + own;
+  const int own_number = ((sides[0].first + own[0]) * windows.x_size[1] + sides[1].first + own[1]) * windows.x_size[2] +
+                         sides[2].first + own[2];
   const i64 own_element = (plane + own_plane) * x_plane + static_cast<i64>(own_number) * windows.inner +
                           lead_channel + channel;
-  // Two numbers to the compiler, which would otherwise add up each load's address in 64 bits.
-  i64 own_indices = own_element * static_cast<int>(sizeof(INDEX)), own_x = own_element * static_cast<int>(sizeof(T));
-  asm volatile("" : "+l"(own_indices), "+l"(own_x));
-  const auto indices = reinterpret_cast<const INDEX*>(static_cast<const char*>(windows.indices) + own_indices);
-  const auto x = reinterpret_cast<const T*>(static_cast<const char*>(windows.x) + own_x);
+  const INDEX* const indices = static_cast<const INDEX*>(windows.indices) + own_element;
+  const T* const x = static_cast<const T*>(windows.x) + own_element;
+#pragma unroll
+  for (int axis = 0; axis < 3; ++axis) ranges_at[axis] += own[axis];
+  // What an index in the plane of y is in the tile; if they are not adjacent, once it is decoded.
+  const int bases[3] = {sides[0].base, sides[1].base, sides[2].base};
+  const int counts[3] = {sides[0].count, sides[1].count, sides[2].count};
   // The first position of the tile in y, of the first plane.
-  const int position = (base[0] * size[1] + base[1]) * size[2] + base[2];
+  const int position = (bases[0] * size[1] + bases[1]) * size[2] + bases[2];
   const i64 y_plane = static_cast<i64>(size[0]) * size[1] * size[2];
   const i64 begin = (plane * y_plane + position) * windows.inner + lead_channel;
   // If `inner` is 1, cells have the misalignment of y's elements.
   const int head = windows.inner == 1 ? static_cast<int>(begin % kChunk) : 0;
   Cell* const cells = reinterpret_cast<Cell*>(shared) + head;
-  // The cell of a lane's first position of y, if it were in the tile.
-  const int cell_column = args.channels * static_cast<int>(sizeof(Cell));
-  const int cell_row = args.tile[2] * cell_column, cell_slice = args.tile[1] * cell_row;
-  const u32 own_cell = shared_address(cells) + channel * static_cast<int>(sizeof(Cell)) +
-                       (own_plane * args.tile[0] - base[0]) * cell_slice - base[1] * cell_row - base[2] * cell_column;
-  __syncwarp();
+  __syncthreads();
 
-  const int row = windows.x_size[2] * windows.inner;
-  int left = extent[0] * extent[1];  // rows to load
-  int next_slice = 0, next_line = 0, next_step = 0, next_row = 0;
-  const auto load = [&](Batch& to) {
-    to.slice = next_slice;
-    to.line = next_line;
-    to.count = left > 0 ? a_row - next_step : 0;
-#pragma unroll
-    for (int b = 0; b < kBatch; ++b) {
-      if (b >= to.count) break;
-      const int2 step = steps[next_step + b];
-      to.columns[b] = own + step.x;
-      if (static_cast<u32>(to.columns[b]) >= static_cast<u32>(columns)) continue;
-      to.found[b] = indices[next_row + step.y];
-      if (!MOVE) to.values[b] = x[next_row + step.y];
-    }
-    next_step += kBatch;
-    if (next_step < a_row) return;
-    next_step = 0;
-    --left;
-    next_row += row;
-    if (++next_line < extent[1]) return;
-    next_line = 0;
-    next_row += (windows.x_size[1] - extent[1]) * row;
-    ++next_slice;
+  const auto has = [&](const int4& at) {
+    return (at.z < extent[2]) & (at.y < extent[1]) & (!SLICED || at.x < extent[0]);
   };
+  const u32 y_positions = static_cast<u32>(y_plane);
   bool good = true;
-  const auto add = [&](const Batch& from) {
-    u32 targets[kBatch];  // cells, in shared memory
-    const int2 lines = axis_ranges[1][from.line];
-    [[maybe_unused]] const int2 slices = axis_ranges[0][from.slice];
+  int rounds = args.rounds;  // left of a phase
+#pragma unroll 1
+  for (int first = 0; first < steps; first += kBatch) {
+    INDEX found[kBatch];
+    T values[kBatch];
 #pragma unroll
     for (int b = 0; b < kBatch; ++b) {
-      targets[b] = kNone;
-      if (b >= from.count) break;
-      // Without branches.
-      const bool exists = static_cast<u32>(from.columns[b]) < static_cast<u32>(columns);
-      const int2 across = axis_ranges[2][exists ? from.columns[b] : 0];
-      const int index = static_cast<int>(from.found[b]);
+      if (first + b >= steps) break;
+      const int4 at = step_at[first + b];
+      if (!has(at)) continue;
+      found[b] = indices[at.w];
+      if (!MOVE) values[b] = x[at.w];
+    }
+    int targets[kBatch];  // cells
+    [[maybe_unused]] int numbers[kBatch];
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) {
+      targets[b] = -1;
+      if (first + b >= steps) break;
+      const int4 at = step_at[first + b];
+      if (!has(at)) continue;
+      if (MOVE) numbers[b] = own_number + at.w / windows.inner;
+      const int index = static_cast<int>(found[b]);
       int line = divide(index, args.by_y_size[2]);
       const int column = index - line * size[2];
-      bool inside = static_cast<u32>(column - across.x) < static_cast<u32>(across.y), here = exists;
-      if (sizeof(INDEX) > 4) inside &= static_cast<i64>(from.found[b]) >> 32 == 0;
-      u32 cell = own_cell;
+      const int2 lines = ranges[ranges_at[1] + at.y], columns = ranges[ranges_at[2] + at.z];
+      bool inside = static_cast<u32>(index) < y_positions, here = true;
+      if (sizeof(INDEX) > 4) inside &= static_cast<i64>(found[b]) >> 32 == 0;
+      int cell = own_plane;
       if (SLICED) {
         const int slice = divide(line, args.by_y_size[1]);
+        const int2 slices = ranges[ranges_at[0] + at.x];
         line -= slice * size[1];
         inside &= static_cast<u32>(slice - slices.x) < static_cast<u32>(slices.y);
-        here &= static_cast<u32>(slice - base[0]) < static_cast<u32>(count[0]);
-        cell += slice * cell_slice;
+        here = static_cast<u32>(slice - bases[0]) < static_cast<u32>(counts[0]);
+        cell = cell * args.tile[0] + slice - bases[0];
       }
       inside &= static_cast<u32>(line - lines.x) < static_cast<u32>(lines.y);
-      here &= static_cast<u32>(line - base[1]) < static_cast<u32>(count[1]);
-      here &= static_cast<u32>(column - base[2]) < static_cast<u32>(count[2]);
-      cell += line * cell_row + column * cell_column;
-      good &= inside | !exists;
-      targets[b] = inside & here ? cell : kNone;
+      inside &= static_cast<u32>(column - columns.x) < static_cast<u32>(columns.y);
+      here &= static_cast<u32>(line - bases[1]) < static_cast<u32>(counts[1]);
+      here &= static_cast<u32>(column - bases[2]) < static_cast<u32>(counts[2]);
+      cell = (cell * args.tile[1] + line - bases[1]) * args.tile[2] + column - bases[2];
+      good &= inside;
+      if (inside && here) targets[b] = cell * args.channels + channel;
     }
 #pragma unroll
     for (int b = 0; b < kBatch; ++b) {
-      if (b >= from.count) break;
-      int number = 0;
-      if (MOVE) {
-        number = own_number + (from.slice * windows.x_size[1] + from.line) * windows.x_size[2] + from.columns[b] - own;
-      }
-      if (targets[b] != kNone) {
-        Cell cell = {element_at<Content>(targets[b])};
-        cell.meet(from.values[b], number);
-        store_element(targets[b], cell.content);
-      }
-      __syncwarp();
+      if (first + b >= steps) break;
+      if (targets[b] >= 0) cells[targets[b]].meet(values[b], numbers[b]);
+      if (--rounds > 0) continue;
+      rounds = args.rounds;
+      __syncthreads();
     }
-  };
-  Batch even = {}, odd = {};
-  load(even);
-#pragma unroll 1
-  while (even.count > 0) {
-    load(odd);
-    add(even);
-    if (odd.count <= 0) break;
-    load(even);
-    add(odd);
   }
   if (!good && windows.bad != nullptr) windows.bad[MOVE] = 1;  // all writers write the same value
 
   // The element of a cell in the n-th plane.
   const auto element = [&](Cell cell, [[maybe_unused]] int n, [[maybe_unused]] int own_channel) {
 #if MOVE
-    if (cell.content == 0) return T{};
-    const i64 from = (plane + n) * x_plane + static_cast<i64>(cell.content - 1) * windows.inner;
+    if (cell.last == 0) return T{};
+    const i64 from = (plane + n) * x_plane + static_cast<i64>(cell.last - 1) * windows.inner;
     return static_cast<const T*>(windows.x)[from + lead_channel + own_channel];
 #else
-    return narrow<T>(cell.content);
+    return narrow<T>(cell.sum);
 #endif
   };
   constexpr int kCells = 16 / sizeof(Cell);
@@ -253,9 +248,9 @@ extern "C" __global__ void __launch_bounds__(kWarp, sizeof(T) == 8 ? 24 : 32)
   if (windows.inner == 1) {
     // One run of elements.
     const int own_cells = args.tile[0] * args.tile[1] * args.tile[2];
-    const int length = planes == 1 ? count[0] * count[1] * count[2] : planes * own_cells;
+    const int length = planes == 1 ? counts[0] * counts[1] * counts[2] : planes * own_cells;
     const auto plane_of = [&](int at) { return MOVE && planes > 1 ? at / own_cells : 0; };
-    for (int at = lane * kChunk - head; at < length; at += kWarp * kChunk) {
+    for (int at = thread * kChunk - head; at < length; at += threads * kChunk) {
       if (at < 0 || at + kChunk > length) {
         for (int e = max(at, 0); e < min(at + kChunk, length); ++e) y[e] = element(cells[e], plane_of(e), 0);
         continue;
@@ -273,7 +268,7 @@ extern "C" __global__ void __launch_bounds__(kWarp, sizeof(T) == 8 ? 24 : 32)
   }
   const int width = args.vectors ? kChunk : 1, a_cell = args.channels / width;
   const int items = planes * args.tile[0] * args.tile[1] * args.tile[2] * a_cell;
-  for (int item = lane; item < items; item += kWarp) {
+  for (int item = thread; item < items; item += threads) {
     int outer = divide(item, args.by_stores);
     const int from = (item - outer * a_cell) * width;
     const Cell* const own_cells = cells + outer * args.channels + from;
@@ -283,7 +278,7 @@ extern "C" __global__ void __launch_bounds__(kWarp, sizeof(T) == 8 ? 24 : 32)
     for (int axis = 2; axis >= 0; --axis) {
       const int above = divide(outer, args.by_tile[axis]);
       to[axis] = outer - above * args.tile[axis];
-      there &= to[axis] < count[axis];
+      there &= to[axis] < counts[axis];
       outer = above;
     }
     if (!there) continue;

@@ -25,35 +25,41 @@ from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import RESERVED_BYTES, CudaDevice
 from convgrad_service.plans.cuda.program import Instance, Launch, ceil_div
 from convgrad_service.plans.cuda.works import WindowWork
-from convgrad_service.problems.windows import WindowAxis
 
 __all__ = ["WindowScatter"]
 
-# Threads of a block, and the most adjacent elements of `inner`.
-WARP, CHANNELS = 32, 16
-# Of a block: shared memory that is enough; of a window along an axis, and of one of a lane's in a
-# row.
-MOST_BYTES, RANGE_BYTES, STEP_BYTES = 16 * 1024, 8, 8
+# Threads of a block, adjacent elements of `inner`, and bytes of its cells.
+LEAST_THREADS, MOST_THREADS, WARP = 128, 256, 32
+CHANNELS = 16
+MOST_BYTES = 48 * 1024
+RANGE_BYTES, STEP_BYTES = 8, 16
 # Channels last, positions in fewer windows are left to others, and so are signals.
-LEAST_WINDOWS = 4
-# Windows of a class and a row of a lane that are tried.
-ROUNDS = (1, 2, 4, 8)
-# What a block, a window of each lane and a cell of each lane cost, in instructions, and blocks that
-# keep a multiprocessor busy, of those that it can have.
-A_BLOCK, A_WINDOW, A_CELL, BUSY, RESIDENT = 300, 40, 5, 20, 32
+LEAST_PHASES = 4
+# Windows of a phase of a thread that are tried, and the most of all phases.
+ROUNDS, MOST_STEPS = (1, 2, 4, 8), 32
+# What a block and a cell cost, in windows, and threads that keep a multiprocessor busy. The chosen
+# tile takes 1.03 of the time of the best measured one, on 65 layers.
+A_BLOCK, CELLS_A_WINDOW, BUSY_THREADS = 256, 4, 1100
+# Threads that a multiprocessor can have.
+RESIDENT = 1280
 # Parts of an axis that are tried: of the largest tiles, as many as are FITTING along the last axis.
 PARTS = sorted({*range(1, 9), *(5 * 2**n // 4 for n in range(3, 31)), *(2**n for n in range(31))})
 FITTING = 3
+# Smaller tiles are tried only if no other fits.
+FEW_THREADS = 64
 
 
 ScatterArgs: Any = structure("pool/window_scatter.cu", "ScatterArgs", anonymous=("windows",))
 
 
 class Side(NamedTuple):
-    """Of a tile along an axis: positions of y, the most windows, and the tiles of a plane."""
+    """Of a tile along an axis: positions of y, windows, threads, a thread's windows of a phase,
+    and the tiles of a plane."""
 
     size: int
     box: int
+    grid: int
+    rounds: int
     tiles: int
 
 
@@ -61,33 +67,24 @@ class Side(NamedTuple):
 class Tile:
     """What a block computes, in ``planes`` planes and ``channels`` adjacent elements of ``inner``.
 
-    Attributes
-    ----------
-    classes : int
-        The most windows along the last axis that contain a position.
-    lanes : int
-        Along the last axis, for a channel of a plane.
+    ``phases`` are the most windows that contain a position, along each axis.
     """
 
     form: WindowForm
-    classes: int
+    phases: tuple[int, ...]
     sides: tuple[Side, Side, Side]
     planes: int
     channels: int
-    lanes: int
 
     @property
-    def rounds(self) -> int:
-        """Windows of a class and a row, of a lane."""
-        across = self.sides[2]
-        slack = self.classes - 1 if across.tiles > 1 else 0
-        return ceil_div(across.box + slack, self.classes * self.lanes)
+    def threads(self) -> int:
+        d, h, w = self.sides
+        return self.planes * self.channels * d.grid * h.grid * w.grid
 
     @property
     def steps(self) -> int:
-        """A lane's windows."""
-        d, h, _ = self.sides
-        return d.box * h.box * self.classes * self.rounds
+        """A thread's windows."""
+        return prod(self.phases) * prod(side.rounds for side in self.sides)
 
     @property
     def chunks(self) -> int:
@@ -99,30 +96,28 @@ class Tile:
         planes = ceil_div(self.form.batch, self.planes)
         return planes * self.chunks * d.tiles * h.tiles * w.tiles
 
-    def cells(self, dtype: DType) -> int:
-        """Return the bytes of the cells and of their misalignment."""
+    def places(self, dtype: DType) -> tuple[int, int, int]:
+        """Return the bytes of the cells and of their misalignment, where steps are, and all."""
         d, h, w = self.sides
         cell = max(4, dtype.itemsize)
         cells = self.planes * self.channels * d.size * h.size * w.size * cell
-        return ceil_div(cells, CHUNK_BYTES) * CHUNK_BYTES + 8 * cell
+        ranges = ceil_div(cells, CHUNK_BYTES) * CHUNK_BYTES + 8 * cell
+        boxes = RANGE_BYTES * (d.box + h.box + w.box)
+        steps = ranges + ceil_div(boxes, CHUNK_BYTES) * CHUNK_BYTES
+        return ranges, steps, steps + STEP_BYTES * self.steps
 
-    def steps_at(self, dtype: DType) -> int:
-        """Return where the steps of a row are in shared memory."""
-        d, h, w = self.sides
-        return self.cells(dtype) + RANGE_BYTES * (d.box + h.box + w.box)
-
-    def bytes(self, dtype: DType) -> int:
-        """Return the shared memory of a block."""
-        return self.steps_at(dtype) + STEP_BYTES * self.classes * self.rounds
+    def fits(self, dtype: DType, most: int) -> bool:
+        return self.threads <= MOST_THREADS and self.places(dtype)[-1] <= most
 
     def cost(self, dtype: DType, device: CudaDevice) -> float:
-        """Return the instructions of a multiprocessor, as if it were busy."""
-        fit = device.shared_bytes_per_multiprocessor // (self.bytes(dtype) + RESERVED_BYTES)
+        """Return the windows of a multiprocessor, as if it were busy."""
+        cells, _, end = self.places(dtype)
+        threads = ceil_div(self.threads, WARP) * WARP
+        fit = device.shared_bytes_per_multiprocessor // (end + RESERVED_BYTES)
+        resident = self.threads * max(1, min(fit, RESIDENT // max(LEAST_THREADS, threads)))
+        each = threads * self.steps + A_BLOCK + cells // max(4, dtype.itemsize) // CELLS_A_WINDOW
         blocks = ceil_div(self.blocks, device.multiprocessors)
-        resident = max(1, min(fit, RESIDENT, blocks))
-        cells = self.cells(dtype) // max(4, dtype.itemsize) // WARP
-        each = A_BLOCK + A_WINDOW * self.steps + A_CELL * cells
-        return blocks * each * max(1.0, BUSY / resident)
+        return blocks * each * max(1.0, BUSY_THREADS / resident)
 
 
 class WindowScatter(FromIndices[Tile]):
@@ -142,10 +137,12 @@ class WindowScatter(FromIndices[Tile]):
             return "an image of windows of more than 31 bits"
         if form.last and few_windows(form) and not self._moves:
             return (
-                f"channels last, with positions in fewer than {LEAST_WINDOWS} windows, or a signal"
+                f"channels last, with positions in fewer than {LEAST_PHASES} windows, or a signal"
             )
         for most in (MOST_BYTES, device.shared_bytes_per_block - RESERVED_BYTES):
-            fitting = list(_fitting(form, work.dtype, most))
+            fitting = [
+                tile for rounds in ROUNDS for tile in _fitting(form, work.dtype, most, rounds)
+            ]
             costs = [tile.cost(work.dtype, device) for tile in fitting]
             tile = fitting[costs.index(min(costs))] if fitting else None
             if tile is not None:
@@ -162,21 +159,23 @@ class WindowScatter(FromIndices[Tile]):
         chunk = CHUNK_BYTES // work.dtype.itemsize
         args.vectors = form.inner % chunk == 0 and tile.channels % chunk == 0
         args.planes, args.channels, args.chunks = tile.planes, tile.channels, tile.chunks
-        args.classes, args.lanes, args.rounds = tile.classes, tile.lanes, tile.rounds
-        for axis, side in enumerate(tile.sides):
-            args.tile[axis], args.box[axis], args.tiles[axis] = side
-            args.by_tiles[axis], args.by_tile[axis] = divider_of(side.tiles), divider_of(side.size)
+        args.phases[:], args.rounds = tile.phases, prod(side.rounds for side in tile.sides)
+        for axis, (side, phases) in enumerate(zip(tile.sides, tile.phases, strict=True)):
+            args.tile[axis], args.box[axis], args.grid[axis] = side.size, side.box, side.grid
+            args.round[axis] = phases * side.grid if side.rounds > 1 else 0
+            args.tiles[axis], args.by_tiles[axis] = side.tiles, divider_of(side.tiles)
+            args.by_tile[axis], args.by_grid[axis] = divider_of(side.size), divider_of(side.grid)
             args.by_y_size[axis] = divider_of(form.y_size[axis])
-        args.cells, args.steps_at = tile.cells(work.dtype), tile.steps_at(work.dtype)
+        args.cells, args.steps_at, room = tile.places(work.dtype)
         args.by_chunks, args.by_channels = divider_of(tile.chunks), divider_of(tile.channels)
-        args.by_lanes = divider_of(tile.lanes)
         args.by_stores = divider_of(tile.channels // (chunk if args.vectors else 1))
+        threads = max(LEAST_THREADS, ceil_div(tile.threads, WARP) * WARP)
         return Launch(
             _instance(work.dtype, work.index_dtype, form.y_size[0] > 1, self._moves),
             (tile.blocks, 1, 1),
-            (WARP, 1, 1),
+            (threads, 1, 1),
             pack(args, x=work.x, y=work.y, indices=work.indices, bad=bad),
-            tile.bytes(work.dtype),
+            room,
         )
 
     def instances(self) -> Iterable[Instance]:
@@ -191,46 +190,45 @@ class WindowScatter(FromIndices[Tile]):
 
 def few_windows(form: WindowForm) -> bool:
     """Whether another kernel is faster, channels last."""
-    return form.one_line or prod(map(_most_windows, form.windows)) < LEAST_WINDOWS
+    return form.one_line or prod(_phases(form)) < LEAST_PHASES
 
 
-def _most_windows(axis: WindowAxis) -> int:
-    """Return the most windows that contain a position, for windows of y's positions."""
-    return min(most_positions(axis), axis.input)
+def _phases(form: WindowForm) -> tuple[int, ...]:
+    return tuple(min(most_positions(axis), axis.input) for axis in form.windows)
 
 
-def _fitting(form: WindowForm, dtype: DType, most: int) -> Iterator[Tile]:
+def _fitting(form: WindowForm, dtype: DType, most: int, wanted: int) -> Iterator[Tile]:
     """The tiles of at most ``most`` bytes: of whole planes, and of parts of one.
 
-    With ``inner`` of 1 parts are adjacent elements.
+    A thread has ``wanted`` windows of a phase, if there are as many along an axis. With ``inner``
+    of 1 parts are adjacent elements.
     """
     parts = ceil_div(form.inner, CHANNELS)
     channels = ceil_div(form.inner, parts)
     if parts > 1:
         channels = ceil_div(channels, 8) * 8
-    classes = _most_windows(form.windows[2])
+    phases = _phases(form)
+    if wanted > 1 and wanted * prod(phases) > MOST_STEPS:
+        return
+    several = 1 if form.y_size[1] > 1 else 2
     sides: list[list[Side]] = []
-    for axis in form.windows:
-        sizes = dict.fromkeys(ceil_div(axis.output, n) for n in PARTS if n <= axis.output)
-        sides.append(
-            [Side(size, covered(axis, size), ceil_div(axis.output, size)) for size in sizes]
-        )
-
-    def tiles(chosen: tuple[Side, Side, Side], *, planes: bool) -> Iterator[Tile]:
-        seen = set()
-        for rounds in ROUNDS:
-            lanes = max(1, min(WARP // channels, ceil_div(chosen[2].box, classes * rounds)))
-            if lanes in seen:
-                continue
-            seen.add(lanes)
-            several = min(form.batch, WARP // (channels * lanes)) if planes else 1
-            for count in dict.fromkeys((max(1, several), max(1, several // 2))):
-                tile = Tile(form, classes, chosen, count, channels, lanes)
-                if tile.bytes(dtype) <= most:
-                    yield tile
-
-    yield from tiles((sides[0][0], sides[1][0], sides[2][0]), planes=True)
+    for index, axis in enumerate(form.windows):
+        own = wanted if index == several else 1
+        sides.append([])
+        for size in dict.fromkeys(ceil_div(axis.output, n) for n in PARTS if n <= axis.output):
+            box = covered(axis, size)
+            grid = ceil_div(box, phases[index] * own)
+            rounds = ceil_div(box, phases[index] * grid)
+            sides[-1].append(Side(size, box, grid, rounds, ceil_div(axis.output, size)))
+    whole, planes = (sides[0][0], sides[1][0], sides[2][0]), 1
+    while planes <= form.batch:
+        tile = Tile(form, phases, whole, planes, channels)
+        if not tile.fits(dtype, most):
+            break
+        yield tile
+        planes += max(1, planes // 8)
     room = most // (channels * max(4, dtype.itemsize))  # cells of a channel
+    fits = False
     for d in sides[0]:
         for h in sides[1]:
             # Adjacent elements are parts of a line, lines of a slice, or slices.
@@ -238,13 +236,18 @@ def _fitting(form: WindowForm, dtype: DType, most: int) -> Iterator[Tile]:
                 break
             if d.size * h.size > room:
                 continue
+            if fits and channels * d.grid * h.grid * sides[2][0].grid < FEW_THREADS:
+                break
             found = 0
             for w in sides[2]:
                 if form.inner == 1 and d.size * h.size > 1 and w.tiles > 1:
                     break
-                some = list(tiles((d, h, w), planes=False))
-                yield from some
-                found += bool(some)
+                tile = Tile(form, phases, (d, h, w), 1, channels)
+                if not tile.fits(dtype, most):
+                    continue
+                yield tile
+                fits = True
+                found += 1
                 if found == FITTING:
                     break
 
