@@ -15,6 +15,8 @@
 // chosen. Memory-safe for any index. Preconditions: if `inner` is 1, cells are in the order of y's elements.
 // Index limits: elements of an image of x and of y below 2^31; offsets in 64 bits.
 #include "pool/windows.cuh"
+#include "ptx/mma.cuh"
+#include "ptx/shared_element.cuh"
 
 using namespace convgrad;
 
@@ -27,7 +29,8 @@ struct ScatterArgs {
   WindowArgs windows;
   int tile[3];      // positions of y
   int tiles[3];     // of a plane, along each axis
-  int planes;       // of a block
+  int planes;       // of a block, at once
+  int repeats;      // of a block, for planes after planes
   int channels;     // of `inner`, of a block
   int chunks;       // of `inner`
   int vectors;      // whether cells of 16 bytes of adjacent channels are stored at once
@@ -46,20 +49,23 @@ struct ScatterArgs {
 
 // What a cell receives, and how it meets others; zero bits: nothing yet.
 #if MOVE
+using Content = int;
 struct Cell {
-  int last;  // one more than the number of the window in the plane
-  __device__ __forceinline__ void meet(T, int number) { last = max(last, number + 1); }
+  Content content;  // one more than the number of the last window in the plane
+  __device__ __forceinline__ void meet(T, int number) { content = max(content, number + 1); }
 };
 #else
+using Content = S;
 struct Cell {
-  S sum;
-  __device__ __forceinline__ void meet(T value, int) { sum += widen(value); }
+  Content content;  // the sum
+  __device__ __forceinline__ void meet(T value, int) { content += widen(value); }
 };
 #endif
 
 constexpr int kChunk = 16 / sizeof(T);
 // Windows of a thread that are loaded before the first is added.
 constexpr int kBatch = 4;
+constexpr u32 kNone = ~0u;  // no cell
 
 // Along an axis: the positions of the tile, [base, base + count) of y; its windows; the first phase's first window
 // among these.
@@ -88,7 +94,7 @@ extern "C" __global__ void __launch_bounds__(256, kBlocks)
     tiles[axis] = tile - outer * args.tiles[axis];
     tile = outer;
   }
-  const int plane = tile * args.planes, planes = min(args.planes, windows.batch - plane);
+  const int first_plane = tile * args.repeats * args.planes;
   const int channels = min(args.channels, windows.inner - lead_channel);
   if (thread % 32 == 0 && thread < 96) {
     const int axis = thread / 32;
@@ -100,9 +106,6 @@ extern "C" __global__ void __launch_bounds__(256, kBlocks)
     const int n = args.phases[axis];
     side.lead = side.first == 0 ? 0 : n - 1 - (side.first + n - 1) % n;
     sides[axis] = side;
-  }
-  for (int at = thread * 16; at < args.cells; at += threads * 16) {
-    *reinterpret_cast<uint4*>(shared + at) = {};
   }
   // A thread's window of a phase, if that is the first window of the tile.
   int own[3], own_plane = divide(thread, args.by_channels);
@@ -150,14 +153,17 @@ extern "C" __global__ void __launch_bounds__(256, kBlocks)
   int extent[3];
 #pragma unroll
   for (int axis = 0; axis < 3; ++axis) extent[axis] = sides[axis].extent - own[axis];
-  if (own_plane >= planes || channel >= channels) extent[2] = 0;  // no window
+  if (own_plane >= args.planes || channel >= channels) extent[2] = 0;  // no window
   const i64 x_plane = static_cast<i64>(windows.x_plane) * windows.inner;
   const int own_number = ((sides[0].first + own[0]) * windows.x_size[1] + sides[1].first + own[1]) * windows.x_size[2] +
                          sides[2].first + own[2];
-  const i64 own_element = (plane + own_plane) * x_plane + static_cast<i64>(own_number) * windows.inner +
+  const i64 own_element = (first_plane + own_plane) * x_plane + static_cast<i64>(own_number) * windows.inner +
                           lead_channel + channel;
-  const INDEX* const indices = static_cast<const INDEX*>(windows.indices) + own_element;
-  const T* const x = static_cast<const T*>(windows.x) + own_element;
+  // Two numbers to the compiler, which would otherwise add up each load's address in 64 bits.
+  i64 own_indices = own_element * static_cast<int>(sizeof(INDEX)), own_x = own_element * static_cast<int>(sizeof(T));
+  asm volatile("" : "+l"(own_indices), "+l"(own_x));
+  auto indices = reinterpret_cast<const INDEX*>(static_cast<const char*>(windows.indices) + own_indices);
+  auto x = reinterpret_cast<const T*>(static_cast<const char*>(windows.x) + own_x);
 #pragma unroll
   for (int axis = 0; axis < 3; ++axis) ranges_at[axis] += own[axis];
   // What an index in the plane of y is in the tile; if they are not adjacent, once it is decoded.
@@ -166,22 +172,36 @@ extern "C" __global__ void __launch_bounds__(256, kBlocks)
   // The first position of the tile in y, of the first plane.
   const int position = (bases[0] * size[1] + bases[1]) * size[2] + bases[2];
   const i64 y_plane = static_cast<i64>(size[0]) * size[1] * size[2];
-  const i64 begin = (plane * y_plane + position) * windows.inner + lead_channel;
-  // If `inner` is 1, cells have the misalignment of y's elements.
-  const int head = windows.inner == 1 ? static_cast<int>(begin % kChunk) : 0;
-  Cell* const cells = reinterpret_cast<Cell*>(shared) + head;
-  __syncthreads();
-
+  // The cell of a thread's first position of y, if it were in the tile, beyond the cells' misalignment.
+  const int cell_column = args.channels * static_cast<int>(sizeof(Cell));
+  const int cell_row = args.tile[2] * cell_column, cell_slice = args.tile[1] * cell_row;
+  const u32 lead_cell = shared_address(shared) + channel * static_cast<int>(sizeof(Cell)) +
+                        (own_plane * args.tile[0] - bases[0]) * cell_slice - bases[1] * cell_row - bases[2] * cell_column;
   const auto has = [&](const int4& at) {
     return (at.z < extent[2]) & (at.y < extent[1]) & (!SLICED || at.x < extent[0]);
   };
   const u32 y_positions = static_cast<u32>(y_plane);
   bool good = true;
+  // The same tile of planes after planes.
+#pragma unroll 1
+  for (int plane = first_plane, repeat = 0; repeat < args.repeats && plane < windows.batch; ++repeat, plane += args.planes) {
+  const int planes = min(args.planes, windows.batch - plane);
+  if (own_plane >= planes) extent[2] = 0;
+  const i64 begin = (plane * y_plane + position) * windows.inner + lead_channel;
+  // If `inner` is 1, cells have the misalignment of y's elements.
+  const int head = windows.inner == 1 ? static_cast<int>(begin % kChunk) : 0;
+  Cell* const cells = reinterpret_cast<Cell*>(shared) + head;
+  const u32 own_cell = lead_cell + head * static_cast<int>(sizeof(Cell));
+  if (repeat > 0) __syncthreads();  // the last cells are stored
+  for (int at = thread * 16; at < args.cells; at += threads * 16) {
+    *reinterpret_cast<uint4*>(shared + at) = {};
+  }
+  __syncthreads();
   int rounds = args.rounds;  // left of a phase
 #pragma unroll 1
   for (int first = 0; first < steps; first += kBatch) {
-    INDEX found[kBatch];
-    T values[kBatch];
+    INDEX found[kBatch] = {};
+    T values[kBatch] = {};
 #pragma unroll
     for (int b = 0; b < kBatch; ++b) {
       if (first + b >= steps) break;
@@ -190,57 +210,63 @@ extern "C" __global__ void __launch_bounds__(256, kBlocks)
       found[b] = indices[at.w];
       if (!MOVE) values[b] = x[at.w];
     }
-    int targets[kBatch];  // cells
+    u32 targets[kBatch];  // cells, in shared memory
     [[maybe_unused]] int numbers[kBatch];
 #pragma unroll
     for (int b = 0; b < kBatch; ++b) {
-      targets[b] = -1;
+      targets[b] = kNone;
       if (first + b >= steps) break;
+      // Without branches.
       const int4 at = step_at[first + b];
-      if (!has(at)) continue;
+      const bool exists = has(at);
       if (MOVE) numbers[b] = own_number + at.w / windows.inner;
       const int index = static_cast<int>(found[b]);
       int line = divide(index, args.by_y_size[2]);
       const int column = index - line * size[2];
-      const int2 lines = ranges[ranges_at[1] + at.y], columns = ranges[ranges_at[2] + at.z];
-      bool inside = static_cast<u32>(index) < y_positions, here = true;
+      const int2 lines = ranges[exists ? ranges_at[1] + at.y : 0], columns = ranges[exists ? ranges_at[2] + at.z : 0];
+      bool inside = static_cast<u32>(index) < y_positions, here = exists;
       if (sizeof(INDEX) > 4) inside &= static_cast<i64>(found[b]) >> 32 == 0;
-      int cell = own_plane;
+      u32 cell = own_cell;
       if (SLICED) {
         const int slice = divide(line, args.by_y_size[1]);
-        const int2 slices = ranges[ranges_at[0] + at.x];
+        const int2 slices = ranges[exists ? ranges_at[0] + at.x : 0];
         line -= slice * size[1];
         inside &= static_cast<u32>(slice - slices.x) < static_cast<u32>(slices.y);
-        here = static_cast<u32>(slice - bases[0]) < static_cast<u32>(counts[0]);
-        cell = cell * args.tile[0] + slice - bases[0];
+        here &= static_cast<u32>(slice - bases[0]) < static_cast<u32>(counts[0]);
+        cell += slice * cell_slice;
       }
       inside &= static_cast<u32>(line - lines.x) < static_cast<u32>(lines.y);
       inside &= static_cast<u32>(column - columns.x) < static_cast<u32>(columns.y);
       here &= static_cast<u32>(line - bases[1]) < static_cast<u32>(counts[1]);
       here &= static_cast<u32>(column - bases[2]) < static_cast<u32>(counts[2]);
-      cell = (cell * args.tile[1] + line - bases[1]) * args.tile[2] + column - bases[2];
-      good &= inside;
-      if (inside && here) targets[b] = cell * args.channels + channel;
+      cell += line * cell_row + column * cell_column;
+      good &= inside | !exists;
+      targets[b] = inside & here ? cell : kNone;
     }
 #pragma unroll
     for (int b = 0; b < kBatch; ++b) {
       if (first + b >= steps) break;
-      if (targets[b] >= 0) cells[targets[b]].meet(values[b], numbers[b]);
+      if (targets[b] != kNone) {
+        Cell cell = {element_at<Content>(targets[b])};
+        cell.meet(values[b], numbers[b]);
+        store_element(targets[b], cell.content);
+      }
       if (--rounds > 0) continue;
       rounds = args.rounds;
       __syncthreads();
     }
   }
-  if (!good && windows.bad != nullptr) windows.bad[MOVE] = 1;  // all writers write the same value
+  indices += args.planes * x_plane;
+  x += args.planes * x_plane;
 
   // The element of a cell in the n-th plane.
   const auto element = [&](Cell cell, [[maybe_unused]] int n, [[maybe_unused]] int own_channel) {
 #if MOVE
-    if (cell.last == 0) return T{};
-    const i64 from = (plane + n) * x_plane + static_cast<i64>(cell.last - 1) * windows.inner;
+    if (cell.content == 0) return T{};
+    const i64 from = (plane + n) * x_plane + static_cast<i64>(cell.content - 1) * windows.inner;
     return static_cast<const T*>(windows.x)[from + lead_channel + own_channel];
 #else
-    return narrow<T>(cell.sum);
+    return narrow<T>(cell.content);
 #endif
   };
   constexpr int kCells = 16 / sizeof(Cell);
@@ -264,7 +290,7 @@ extern "C" __global__ void __launch_bounds__(256, kBlocks)
       }
       values.store(y + at);
     }
-    return;
+    continue;
   }
   const int width = args.vectors ? kChunk : 1, a_cell = args.channels / width;
   const int items = planes * args.tile[0] * args.tile[1] * args.tile[2] * a_cell;
@@ -296,4 +322,6 @@ extern "C" __global__ void __launch_bounds__(256, kBlocks)
     }
     values.store(target);
   }
+  }
+  if (!good && windows.bad != nullptr) windows.bad[MOVE] = 1;  // all writers write the same value
 }
