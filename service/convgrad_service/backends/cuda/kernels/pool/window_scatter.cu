@@ -34,7 +34,7 @@ struct ScatterArgs {
   int channels;     // of `inner`, of a block
   int chunks;       // of `inner`
   int vectors;      // whether cells of 16 bytes of adjacent channels are stored at once
-  int phases[3];    // the most windows that contain a position
+  int phases[3];    // at least as many as windows contain a position
   int grid[3];      // threads
   int rounds;       // windows of a phase, of a thread
   int round[3];     // the distance between these

@@ -31,6 +31,9 @@ using Values = Vector<T, WIDTH>;
 
 #if SLIDING
 constexpr int kAhead = 2;
+// Whether a load's address is computed from the last one's, and whether lines stay in their registers.
+constexpr bool kAdvances = SIMPLE || sizeof(T) == 2, kRing = SIMPLE && sizeof(T) == 2;
+constexpr int kTurns = kRing ? LINES : 1;
 // Other GPUs' compilers need more registers for weights.
 constexpr bool kFewer = WIDTH == 8 || (WEIGHTED && __CUDA_ARCH__ != 900);
 constexpr int kBlocks = TAPS > 3 ? (WEIGHTED ? 3 : 4) : kFewer ? 5 : 6;
@@ -78,12 +81,13 @@ extern "C" __global__ void __launch_bounds__(128, kBlocks)
   const i64 next_line = SIMPLE ? args.inner : args.inner - (stop0 - start0 - 1) * x_slice;
   const auto load = [&](Values (&values)[TAPS]) {
     if (line >= last) return;
+    if (!kAdvances) from = x + i0 * x_slice + static_cast<i64>(line) * args.inner;
 #pragma unroll
     for (int t = 0; t < TAPS; ++t) {
       if (start + t < stop) values[t] = Values::load(from + t * x_row);
     }
     const bool stays = !SIMPLE && ++i0 < stop0;
-    from += stays ? x_slice : next_line;
+    if (kAdvances) from += stays ? x_slice : next_line;
     if (stays) return;
     i0 = start0;
     ++line;
@@ -98,68 +102,93 @@ extern "C" __global__ void __launch_bounds__(128, kBlocks)
   }
   const i64 position = (item * args.y_size[0] + at0) * args.y_size[1] + at1;
   T* y = static_cast<T*>(args.y) + (position * args.y_size[2] + begin) * args.inner + vector * WIDTH;
-  S kept[LINES][WIDTH] = {}, kept_weight[LINES] = {};  // line i at i % LINES, less the first line
+  S kept[LINES][WIDTH] = {}, kept_weight[LINES] = {};  // of the last lines; the oldest is at `turn`
+  // The next line.
+  const auto keep = [&](int turn) {
+    S part[WIDTH] = {};
+    S slice_weight = first_weight;
+#pragma unroll 1
+    for (int slices = start0; slices < stop0; ++slices) {
+      Values now[TAPS];
+#pragma unroll
+      for (int t = 0; t < TAPS; ++t) {
+        now[t] = ahead[0][t];
+#pragma unroll
+        for (int a = 1; a < kAhead; ++a) ahead[a - 1][t] = ahead[a][t];
+      }
+      load(ahead[kAhead - 1]);
+#if WEIGHTED && !SIMPLE
+      if (slices > start0) slice_weight = S(1) / static_cast<S>(window_size<SIMPLE>(args.counted[0], slices));
+#endif
+#pragma unroll
+      for (int t = 0; t < TAPS; ++t) {
+#pragma unroll
+        for (int v = 0; v < WIDTH; ++v) {
+          const S value = widen(now[t].at[v]);
+          part[v] = WEIGHTED ? multiply_add(value, weight[t] * slice_weight, part[v])
+                             : part[v] + value;
+        }
+      }
+    }
+    const int own = kRing ? turn : LINES - 1;
+#pragma unroll
+    for (int v = 0; v < WIDTH; ++v) {
+#pragma unroll
+      for (int l = 1; l < LINES && !kRing; ++l) kept[l - 1][v] = kept[l][v];
+      kept[own][v] = part[v];
+    }
+#if WEIGHTED
+#pragma unroll
+    for (int l = 1; l < LINES && !kRing; ++l) kept_weight[l - 1] = kept_weight[l];
+    kept_weight[own] = S(1) / static_cast<S>(window_size<SIMPLE>(args.counted[2], next));
+#endif
+    ++next;
+  };
+  // Window `at`, which starts with `low` and ends with the last of the lines before `high`.
+  const auto store = [&](int at, int low, int high, int turn) {
+    S sum[WIDTH] = {};
+#pragma unroll
+    for (int l = 0; l < LINES; ++l) {
+      if (high - LINES + l < low) continue;
+      const int own = (turn + l) % LINES;
+#pragma unroll
+      for (int v = 0; v < WIDTH; ++v) {
+        sum[v] = WEIGHTED ? multiply_add(kept[own][v], kept_weight[own], sum[v]) : sum[v] + kept[own][v];
+      }
+    }
+    if (args.by_outputs) {
+      by = across * static_cast<S>(window_size<SIMPLE>(args.counted[2], at));
+      reciprocal = S(1) / by;
+    }
+    Values values;
+#pragma unroll
+    for (int v = 0; v < WIDTH; ++v) values.at[v] = narrow<T>(divided<T>(sum[v], by, reciprocal));
+    values.store(y);
+    y += args.inner;
+  };
+  if constexpr (!kRing) {
+#pragma unroll 1
+    for (int at = begin; at < end; ++at) {
+      const int low = window_start<SIMPLE>(args.window[2], at);
+      const int high = window_stop<SIMPLE>(args.window[2], at);
+#pragma unroll 1
+      while (next < high) keep(0);
+      store(at, low, high, 0);
+    }
+    return;
+  }
   int at = begin;
 #pragma unroll 1
   for (;;) {
 #pragma unroll
-    for (int turn = 0; turn < LINES; ++turn) {
+    for (int turn = 0; turn < kTurns; ++turn) {
       // The windows that end with the last line, and those with no line.
 #pragma unroll 1
       while (window_stop<SIMPLE>(args.window[2], at) <= next) {
-        const int low = window_start<SIMPLE>(args.window[2], at);
-        S sum[WIDTH] = {};
-#pragma unroll
-        for (int l = 0; l < LINES; ++l) {
-          if (next - LINES + l < low) continue;
-          const S(&line_sum)[WIDTH] = kept[(turn + l) % LINES];
-#pragma unroll
-          for (int v = 0; v < WIDTH; ++v) {
-            sum[v] = WEIGHTED ? multiply_add(line_sum[v], kept_weight[(turn + l) % LINES], sum[v]) : sum[v] + line_sum[v];
-          }
-        }
-        if (args.by_outputs) {
-          by = across * static_cast<S>(window_size<SIMPLE>(args.counted[2], at));
-          reciprocal = S(1) / by;
-        }
-        Values values;
-#pragma unroll
-        for (int v = 0; v < WIDTH; ++v) values.at[v] = narrow<T>(divided<T>(sum[v], by, reciprocal));
-        values.store(y);
-        y += args.inner;
+        store(at, window_start<SIMPLE>(args.window[2], at), next, turn);
         if (++at >= end) return;
       }
-      S part[WIDTH] = {};
-      S slice_weight = first_weight;
-#pragma unroll 1
-      for (int slices = start0; slices < stop0; ++slices) {
-        Values now[TAPS];
-#pragma unroll
-        for (int t = 0; t < TAPS; ++t) {
-          now[t] = ahead[0][t];
-#pragma unroll
-          for (int a = 1; a < kAhead; ++a) ahead[a - 1][t] = ahead[a][t];
-        }
-        load(ahead[kAhead - 1]);
-#if WEIGHTED && !SIMPLE
-        if (slices > start0) slice_weight = S(1) / static_cast<S>(window_size<SIMPLE>(args.counted[0], slices));
-#endif
-#pragma unroll
-        for (int t = 0; t < TAPS; ++t) {
-#pragma unroll
-          for (int v = 0; v < WIDTH; ++v) {
-            const S value = widen(now[t].at[v]);
-            part[v] = WEIGHTED ? multiply_add(value, weight[t] * slice_weight, part[v])
-                               : part[v] + value;
-          }
-        }
-      }
-#pragma unroll
-      for (int v = 0; v < WIDTH; ++v) kept[turn][v] = part[v];
-#if WEIGHTED
-      kept_weight[turn] = S(1) / static_cast<S>(window_size<SIMPLE>(args.counted[2], next));
-#endif
-      ++next;
+      keep(turn);
     }
   }
 }
