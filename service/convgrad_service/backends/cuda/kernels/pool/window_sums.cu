@@ -32,11 +32,12 @@ using Values = Vector<T, WIDTH>;
 #if SLIDING
 constexpr int kAhead = 2;
 // Whether a load's address is computed from the last one's, and whether lines stay in their registers.
-constexpr bool kAdvances = SIMPLE || sizeof(T) == 2, kRing = SIMPLE && sizeof(T) == 2;
+constexpr bool kAdvances = SIMPLE || (sizeof(T) == 2 && !WEIGHTED), kRing = SIMPLE && sizeof(T) == 2;
 constexpr int kTurns = kRing ? LINES : 1;
 // Other GPUs' compilers need more registers for weights.
 constexpr bool kFewer = WIDTH == 8 || (WEIGHTED && __CUDA_ARCH__ != 900);
-constexpr int kBlocks = TAPS > 3 ? (WEIGHTED ? 3 : 4) : kFewer ? 5 : 6;
+constexpr bool kFewest = WIDTH == 8 && WEIGHTED && __CUDA_ARCH__ != 900;
+constexpr int kBlocks = TAPS > 3 ? (WEIGHTED ? 3 : 4) : kFewest ? 4 : kFewer ? 5 : 6;
 
 extern "C" __global__ void __launch_bounds__(128, kBlocks)
     window_sums(const __grid_constant__ WindowArgs args) {
