@@ -33,7 +33,7 @@ ENOUGH_ITEMS = 128
 # Positions of a thread along axis 1.
 RUNS = (16, 8, 4, 2, 1)
 # Of sums, if results are many.
-FEWER_BYTES = 26 * 1024
+FEWER_BYTES = 24 * 1024
 # Results are many if there are so many for each position of x. Such maxima are staged in shared
 # memory.
 MANY_OUTPUTS = 0.5
@@ -74,12 +74,8 @@ class Tile:
             blocks = ENOUGH_BLOCKS * device.multiprocessors
             fewer = work.kind == "sums" and _many(form)
             enough = FEWER_BYTES if fewer else ENOUGH_BYTES
-            groups = max(1, min(enough // each, ceil_div(form.batch, together * blocks)))
-            tiles = [
-                replace(whole, planes=together * some)
-                for some in range(groups, max(1, groups // 2) - 1, -1)
-            ]
-            return max(tiles, key=lambda tile: tile.busy(work, form))
+            groups = min(enough // each, ceil_div(form.batch, together * blocks))
+            return replace(whole, planes=together * max(1, groups))
         for by_lines, least_lines, least_columns in ((False, 1, None), (True, 8, 32)):
             lines, columns = form.y_size[1:]
             while True:
@@ -101,12 +97,6 @@ class Tile:
         if not by_lines:
             box[2] = form.x_size[2]
         return cls(size, tuple(box), planes, whole=False, by_lines=by_lines)
-
-    def busy(self, work: WindowWork, form: WindowForm) -> float:
-        """Return the part of a block's threads that have an item, on average."""
-        items = self.planes // _together(work, form) * self.size[0] * self.size[2]
-        items *= ceil_div(self.size[1], self.run(work, form))
-        return items / (ceil_div(items, BOX_BLOCK) * BOX_BLOCK)
 
     def run(self, work: WindowWork, form: WindowForm) -> int:
         """Return the positions of a thread along axis 1."""

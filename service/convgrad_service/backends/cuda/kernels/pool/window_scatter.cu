@@ -8,6 +8,7 @@
 // elements of `inner`. A position is in at most `phases` adjacent windows along each axis, so windows whose
 // numbers are equal modulo `phases` share no cell. A thread loads `rounds` windows of each phase, and adds
 // those that have their index in the tile to their cells, with a barrier after each phase.
+// It does so for `repeats` groups of `planes` planes, one after another.
 // With MOVE a cell is the number of the last window. SLICED: planes of several slices.
 // Block: at least as many threads as a round has windows, 128 to 256. Dynamic shared memory: the cells, the positions of
 // windows along each axis, and of each round how far its windows are from the first round's.
@@ -34,7 +35,7 @@ struct ScatterArgs {
   int channels;     // of `inner`, of a block
   int chunks;       // of `inner`
   int vectors;      // whether cells of 16 bytes of adjacent channels are stored at once
-  int phases[3];    // at least as many as windows contain a position
+  int phases[3];    // the most windows that contain a position
   int grid[3];      // threads
   int rounds;       // windows of a phase, of a thread
   int round[3];     // the distance between these
@@ -184,144 +185,145 @@ extern "C" __global__ void __launch_bounds__(256, kBlocks)
   bool good = true;
   // The same tile of planes after planes.
 #pragma unroll 1
-  for (int plane = first_plane, repeat = 0; repeat < args.repeats && plane < windows.batch; ++repeat, plane += args.planes) {
-  const int planes = min(args.planes, windows.batch - plane);
-  if (own_plane >= planes) extent[2] = 0;
-  const i64 begin = (plane * y_plane + position) * windows.inner + lead_channel;
-  // If `inner` is 1, cells have the misalignment of y's elements.
-  const int head = windows.inner == 1 ? static_cast<int>(begin % kChunk) : 0;
-  Cell* const cells = reinterpret_cast<Cell*>(shared) + head;
-  const u32 own_cell = lead_cell + head * static_cast<int>(sizeof(Cell));
-  if (repeat > 0) __syncthreads();  // the last cells are stored
-  for (int at = thread * 16; at < args.cells; at += threads * 16) {
-    *reinterpret_cast<uint4*>(shared + at) = {};
-  }
-  __syncthreads();
-  int rounds = args.rounds;  // left of a phase
+  for (int plane = first_plane, repeat = 0; repeat < args.repeats && plane < windows.batch;
+       ++repeat, plane += args.planes) {
+    const int planes = min(args.planes, windows.batch - plane);
+    if (own_plane >= planes) extent[2] = 0;
+    const i64 begin = (plane * y_plane + position) * windows.inner + lead_channel;
+    // If `inner` is 1, cells have the misalignment of y's elements.
+    const int head = windows.inner == 1 ? static_cast<int>(begin % kChunk) : 0;
+    Cell* const cells = reinterpret_cast<Cell*>(shared) + head;
+    const u32 own_cell = lead_cell + head * static_cast<int>(sizeof(Cell));
+    if (repeat > 0) __syncthreads();  // the last cells are stored
+    for (int at = thread * 16; at < args.cells; at += threads * 16) {
+      *reinterpret_cast<uint4*>(shared + at) = {};
+    }
+    __syncthreads();
+    int rounds = args.rounds;  // left of a phase
 #pragma unroll 1
-  for (int first = 0; first < steps; first += kBatch) {
-    INDEX found[kBatch] = {};
-    T values[kBatch] = {};
+    for (int first = 0; first < steps; first += kBatch) {
+      INDEX found[kBatch] = {};
+      T values[kBatch] = {};
 #pragma unroll
-    for (int b = 0; b < kBatch; ++b) {
-      if (first + b >= steps) break;
-      const int4 at = step_at[first + b];
-      if (!has(at)) continue;
-      found[b] = indices[at.w];
-      if (!MOVE) values[b] = x[at.w];
-    }
-    u32 targets[kBatch];  // cells, in shared memory
-    [[maybe_unused]] int numbers[kBatch];
-#pragma unroll
-    for (int b = 0; b < kBatch; ++b) {
-      targets[b] = kNone;
-      if (first + b >= steps) break;
-      // Without branches.
-      const int4 at = step_at[first + b];
-      const bool exists = has(at);
-      if (MOVE) numbers[b] = own_number + at.w / windows.inner;
-      const int index = static_cast<int>(found[b]);
-      int line = divide(index, args.by_y_size[2]);
-      const int column = index - line * size[2];
-      const int2 lines = ranges[exists ? ranges_at[1] + at.y : 0], columns = ranges[exists ? ranges_at[2] + at.z : 0];
-      bool inside = static_cast<u32>(index) < y_positions, here = exists;
-      if (sizeof(INDEX) > 4) inside &= static_cast<i64>(found[b]) >> 32 == 0;
-      u32 cell = own_cell;
-      if (SLICED) {
-        const int slice = divide(line, args.by_y_size[1]);
-        const int2 slices = ranges[exists ? ranges_at[0] + at.x : 0];
-        line -= slice * size[1];
-        inside &= static_cast<u32>(slice - slices.x) < static_cast<u32>(slices.y);
-        here &= static_cast<u32>(slice - bases[0]) < static_cast<u32>(counts[0]);
-        cell += slice * cell_slice;
+      for (int b = 0; b < kBatch; ++b) {
+        if (first + b >= steps) break;
+        const int4 at = step_at[first + b];
+        if (!has(at)) continue;
+        found[b] = indices[at.w];
+        if (!MOVE) values[b] = x[at.w];
       }
-      inside &= static_cast<u32>(line - lines.x) < static_cast<u32>(lines.y);
-      inside &= static_cast<u32>(column - columns.x) < static_cast<u32>(columns.y);
-      here &= static_cast<u32>(line - bases[1]) < static_cast<u32>(counts[1]);
-      here &= static_cast<u32>(column - bases[2]) < static_cast<u32>(counts[2]);
-      cell += line * cell_row + column * cell_column;
-      good &= inside | !exists;
-      targets[b] = inside & here ? cell : kNone;
-    }
+      u32 targets[kBatch];  // cells, in shared memory
+      [[maybe_unused]] int numbers[kBatch];
 #pragma unroll
-    for (int b = 0; b < kBatch; ++b) {
-      if (first + b >= steps) break;
-      if (targets[b] != kNone) {
-        Cell cell = {element_at<Content>(targets[b])};
-        cell.meet(values[b], numbers[b]);
-        store_element(targets[b], cell.content);
+      for (int b = 0; b < kBatch; ++b) {
+        targets[b] = kNone;
+        if (first + b >= steps) break;
+        // Without branches.
+        const int4 at = step_at[first + b];
+        const bool exists = has(at);
+        if (MOVE) numbers[b] = own_number + at.w / windows.inner;
+        const int index = static_cast<int>(found[b]);
+        int line = divide(index, args.by_y_size[2]);
+        const int column = index - line * size[2];
+        const int2 lines = ranges[exists ? ranges_at[1] + at.y : 0], columns = ranges[exists ? ranges_at[2] + at.z : 0];
+        bool inside = static_cast<u32>(index) < y_positions, here = exists;
+        if (sizeof(INDEX) > 4) inside &= static_cast<i64>(found[b]) >> 32 == 0;
+        u32 cell = own_cell;
+        if (SLICED) {
+          const int slice = divide(line, args.by_y_size[1]);
+          const int2 slices = ranges[exists ? ranges_at[0] + at.x : 0];
+          line -= slice * size[1];
+          inside &= static_cast<u32>(slice - slices.x) < static_cast<u32>(slices.y);
+          here &= static_cast<u32>(slice - bases[0]) < static_cast<u32>(counts[0]);
+          cell += slice * cell_slice;
+        }
+        inside &= static_cast<u32>(line - lines.x) < static_cast<u32>(lines.y);
+        inside &= static_cast<u32>(column - columns.x) < static_cast<u32>(columns.y);
+        here &= static_cast<u32>(line - bases[1]) < static_cast<u32>(counts[1]);
+        here &= static_cast<u32>(column - bases[2]) < static_cast<u32>(counts[2]);
+        cell += line * cell_row + column * cell_column;
+        good &= inside | !exists;
+        targets[b] = inside & here ? cell : kNone;
       }
-      if (--rounds > 0) continue;
-      rounds = args.rounds;
-      __syncthreads();
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b) {
+        if (first + b >= steps) break;
+        if (targets[b] != kNone) {
+          Cell cell = {element_at<Content>(targets[b])};
+          cell.meet(values[b], numbers[b]);
+          store_element(targets[b], cell.content);
+        }
+        if (--rounds > 0) continue;
+        rounds = args.rounds;
+        __syncthreads();
+      }
     }
-  }
-  indices += args.planes * x_plane;
-  x += args.planes * x_plane;
+    indices += args.planes * x_plane;
+    x += args.planes * x_plane;
 
-  // The element of a cell in the n-th plane.
-  const auto element = [&](Cell cell, [[maybe_unused]] int n, [[maybe_unused]] int own_channel) {
+    // The element of a cell in the n-th plane.
+    const auto element = [&](Cell cell, [[maybe_unused]] int n, [[maybe_unused]] int own_channel) {
 #if MOVE
-    if (cell.content == 0) return T{};
-    const i64 from = (plane + n) * x_plane + static_cast<i64>(cell.content - 1) * windows.inner;
-    return static_cast<const T*>(windows.x)[from + lead_channel + own_channel];
+      if (cell.content == 0) return T{};
+      const i64 from = (plane + n) * x_plane + static_cast<i64>(cell.content - 1) * windows.inner;
+      return static_cast<const T*>(windows.x)[from + lead_channel + own_channel];
 #else
-    return narrow<T>(cell.content);
+      return narrow<T>(cell.content);
 #endif
-  };
-  constexpr int kCells = 16 / sizeof(Cell);
-  T* const y = static_cast<T*>(windows.y) + begin;
-  if (windows.inner == 1) {
-    // One run of elements.
-    const int own_cells = args.tile[0] * args.tile[1] * args.tile[2];
-    const int length = planes == 1 ? counts[0] * counts[1] * counts[2] : planes * own_cells;
-    const auto plane_of = [&](int at) { return MOVE && planes > 1 ? at / own_cells : 0; };
-    for (int at = thread * kChunk - head; at < length; at += threads * kChunk) {
-      if (at < 0 || at + kChunk > length) {
-        for (int e = max(at, 0); e < min(at + kChunk, length); ++e) y[e] = element(cells[e], plane_of(e), 0);
+    };
+    constexpr int kCells = 16 / sizeof(Cell);
+    T* const y = static_cast<T*>(windows.y) + begin;
+    if (windows.inner == 1) {
+      // One run of elements.
+      const int own_cells = args.tile[0] * args.tile[1] * args.tile[2];
+      const int length = planes == 1 ? counts[0] * counts[1] * counts[2] : planes * own_cells;
+      const auto plane_of = [&](int at) { return MOVE && planes > 1 ? at / own_cells : 0; };
+      for (int at = thread * kChunk - head; at < length; at += threads * kChunk) {
+        if (at < 0 || at + kChunk > length) {
+          for (int e = max(at, 0); e < min(at + kChunk, length); ++e) y[e] = element(cells[e], plane_of(e), 0);
+          continue;
+        }
+        Vector<T, kChunk> values;
+#pragma unroll
+        for (int e = 0; e < kChunk; e += kCells) {
+          const auto part = Vector<Cell, kCells>::load(cells + at + e);
+#pragma unroll
+          for (int i = 0; i < kCells; ++i) values.at[e + i] = element(part.at[i], plane_of(at + e + i), 0);
+        }
+        values.store(y + at);
+      }
+      continue;
+    }
+    const int width = args.vectors ? kChunk : 1, a_cell = args.channels / width;
+    const int items = planes * args.tile[0] * args.tile[1] * args.tile[2] * a_cell;
+    for (int item = thread; item < items; item += threads) {
+      int outer = divide(item, args.by_stores);
+      const int from = (item - outer * a_cell) * width;
+      const Cell* const own_cells = cells + outer * args.channels + from;
+      int to[3];
+      bool there = from < channels;
+#pragma unroll
+      for (int axis = 2; axis >= 0; --axis) {
+        const int above = divide(outer, args.by_tile[axis]);
+        to[axis] = outer - above * args.tile[axis];
+        there &= to[axis] < counts[axis];
+        outer = above;
+      }
+      if (!there) continue;
+      T* const target = y + (outer * y_plane + (to[0] * size[1] + to[1]) * size[2] + to[2]) * windows.inner + from;
+      if (!args.vectors) {
+        *target = element(*own_cells, outer, from);
         continue;
       }
       Vector<T, kChunk> values;
 #pragma unroll
       for (int e = 0; e < kChunk; e += kCells) {
-        const auto part = Vector<Cell, kCells>::load(cells + at + e);
+        const auto part = Vector<Cell, kCells>::load(own_cells + e);
 #pragma unroll
-        for (int i = 0; i < kCells; ++i) values.at[e + i] = element(part.at[i], plane_of(at + e + i), 0);
+        for (int i = 0; i < kCells; ++i) values.at[e + i] = element(part.at[i], outer, from + e + i);
       }
-      values.store(y + at);
+      values.store(target);
     }
-    continue;
-  }
-  const int width = args.vectors ? kChunk : 1, a_cell = args.channels / width;
-  const int items = planes * args.tile[0] * args.tile[1] * args.tile[2] * a_cell;
-  for (int item = thread; item < items; item += threads) {
-    int outer = divide(item, args.by_stores);
-    const int from = (item - outer * a_cell) * width;
-    const Cell* const own_cells = cells + outer * args.channels + from;
-    int to[3];
-    bool there = from < channels;
-#pragma unroll
-    for (int axis = 2; axis >= 0; --axis) {
-      const int above = divide(outer, args.by_tile[axis]);
-      to[axis] = outer - above * args.tile[axis];
-      there &= to[axis] < counts[axis];
-      outer = above;
-    }
-    if (!there) continue;
-    T* const target = y + (outer * y_plane + (to[0] * size[1] + to[1]) * size[2] + to[2]) * windows.inner + from;
-    if (!args.vectors) {
-      *target = element(*own_cells, outer, from);
-      continue;
-    }
-    Vector<T, kChunk> values;
-#pragma unroll
-    for (int e = 0; e < kChunk; e += kCells) {
-      const auto part = Vector<Cell, kCells>::load(own_cells + e);
-#pragma unroll
-      for (int i = 0; i < kCells; ++i) values.at[e + i] = element(part.at[i], outer, from + e + i);
-    }
-    values.store(target);
-  }
   }
   if (!good && windows.bad != nullptr) windows.bad[MOVE] = 1;  // all writers write the same value
 }

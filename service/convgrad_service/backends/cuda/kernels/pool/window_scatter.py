@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from math import gcd, prod
+from math import prod
 from typing import Any, NamedTuple
 
 from convgrad.dtypes import FLOATING, INDEX, DType
@@ -47,7 +47,6 @@ MOST_REPEATS, PROLOGUE = 16, 7
 # Parts of an axis that are tried: of the largest tiles, as many as are FITTING along the last axis.
 PARTS = sorted({*range(1, 9), *(5 * 2**n // 4 for n in range(3, 31)), *(2**n for n in range(31))})
 FITTING = 3
-BANKS = 32
 # Smaller tiles are tried only if no other fits.
 FEW_THREADS = 64
 
@@ -70,7 +69,7 @@ class Side(NamedTuple):
 class Tile:
     """What a block computes, in ``planes`` planes and ``channels`` adjacent elements of ``inner``.
 
-    ``phases`` are at least as many as windows contain a position, along each axis.
+    ``phases`` are the most windows that contain a position, along each axis.
     """
 
     form: WindowForm
@@ -221,17 +220,6 @@ def _phases(form: WindowForm) -> tuple[int, ...]:
     return tuple(min(most_positions(axis), axis.input) for axis in form.windows)
 
 
-def _spread_phases(form: WindowForm) -> tuple[int, ...]:
-    """`_phases`, with up to two more along the last axis where adjacent threads, whose windows are
-    so many apart, would otherwise add to cells in few banks of shared memory."""
-    *others, across = _phases(form)
-    axis = form.counted[2]
-    if form.last or axis.unit > 1 or axis.output < across + 2:
-        return (*others, across)
-    several = range(across, across + 3)
-    return (*others, min(several, key=lambda n: max(2, gcd(n * axis.step, BANKS))))
-
-
 def _fitting(form: WindowForm, dtype: DType, most: int, wanted: int) -> Iterator[Tile]:
     """The tiles of at most ``most`` bytes: of whole planes, and of parts of one.
 
@@ -242,7 +230,7 @@ def _fitting(form: WindowForm, dtype: DType, most: int, wanted: int) -> Iterator
     channels = ceil_div(form.inner, parts)
     if parts > 1:
         channels = ceil_div(channels, 8) * 8
-    phases = _spread_phases(form)
+    phases = _phases(form)
     if wanted > 1 and wanted * prod(phases) > MOST_STEPS:
         return
     several = 1 if form.y_size[1] > 1 else 2
