@@ -10,6 +10,7 @@ import pytest
 from convgrad.errors import InvalidProblem
 from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.backends.cuda.kernels.pool import window_scatter
+from convgrad_service.plans.cuda.device import H200
 from tests.emulator.backend import EmulatedBackend, works_here
 from tests.support.kernels.harness import (
     answers,
@@ -103,3 +104,24 @@ def test_bits_do_not_depend_on_the_tile(
     for layout, wanted in zip(layouts, whole, strict=True):
         (found,) = answers(backend, asked, given, layout).values()
         assert_same_bits(found, *wanted.values(), f"{tile}, {layout}")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", ["stride_2", "stride_1", "signal", "planes", "large"])
+def test_blocks_of_several_groups_of_planes(
+    seed: int, monkeypatch: pytest.MonkeyPatch, name: str, dtype: str
+) -> None:
+    backend = EmulatedBackend(SCATTER, replace(H200, multiprocessors=1))
+    monkeypatch.setattr(window_scatter, "RESIDENT", 128)
+    monkeypatch.setattr(window_scatter, "MOST_BYTES", 3000)
+    pool = replace(POOLS[name], n=5)
+    case, rng = maxpool_bwd(name, pool), rng_for(seed, name, dtype)
+    tensors = draw(case, rng, DTYPES[dtype], integers)
+    wanted = expected(case.operation, tensors, case.params)
+    asked, given = sources(case, tensors)["int64"]
+    for layout in with_layouts(case.ndim, grouped=False)[-2:]:
+        check(answers(backend, asked, given, layout), wanted, "exact", f"seed {seed}, {layout}")
+        for indices in bad_indices(rng, case, given["indices"]).values():
+            arrays = request_arrays(asked, {**given, "indices": indices}, layout)
+            with pytest.raises(InvalidProblem, match="outside its window"):
+                run(backend, case.operation, arrays, {**asked.params, "layout": layout})

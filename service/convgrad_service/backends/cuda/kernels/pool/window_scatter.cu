@@ -8,6 +8,7 @@
 // elements of `inner`. A position is in at most `phases` adjacent windows along each axis, so windows whose
 // numbers are equal modulo `phases` share no cell. A thread loads `rounds` windows of each phase, and adds
 // those that have their index in the tile to their cells, with a barrier after each phase.
+// It does so for `repeats` groups of `planes` planes, one after another.
 // With MOVE a cell is the number of the last window. SLICED: planes of several slices.
 // Block: at least as many threads as a round has windows, 128 to 256. Dynamic shared memory: the cells, the positions of
 // windows along each axis, and of each round how far its windows are from the first round's.
@@ -15,6 +16,8 @@
 // chosen. Memory-safe for any index. Preconditions: if `inner` is 1, cells are in the order of y's elements.
 // Index limits: elements of an image of x and of y below 2^31; offsets in 64 bits.
 #include "pool/windows.cuh"
+#include "ptx/mma.cuh"
+#include "ptx/shared_element.cuh"
 
 using namespace convgrad;
 
@@ -27,7 +30,8 @@ struct ScatterArgs {
   WindowArgs windows;
   int tile[3];      // positions of y
   int tiles[3];     // of a plane, along each axis
-  int planes;       // of a block
+  int planes;       // of a block, at once
+  int repeats;      // of a block, for planes after planes
   int channels;     // of `inner`, of a block
   int chunks;       // of `inner`
   int vectors;      // whether cells of 16 bytes of adjacent channels are stored at once
@@ -46,20 +50,23 @@ struct ScatterArgs {
 
 // What a cell receives, and how it meets others; zero bits: nothing yet.
 #if MOVE
+using Content = int;
 struct Cell {
-  int last;  // one more than the number of the window in the plane
-  __device__ __forceinline__ void meet(T, int number) { last = max(last, number + 1); }
+  Content content;  // one more than the number of the last window in the plane
+  __device__ __forceinline__ void meet(T, int number) { content = max(content, number + 1); }
 };
 #else
+using Content = S;
 struct Cell {
-  S sum;
-  __device__ __forceinline__ void meet(T value, int) { sum += widen(value); }
+  Content content;  // the sum
+  __device__ __forceinline__ void meet(T value, int) { content += widen(value); }
 };
 #endif
 
 constexpr int kChunk = 16 / sizeof(T);
 // Windows of a thread that are loaded before the first is added.
 constexpr int kBatch = 4;
+constexpr u32 kNone = ~0u;  // no cell
 
 // Along an axis: the positions of the tile, [base, base + count) of y; its windows; the first phase's first window
 // among these.
@@ -88,7 +95,7 @@ extern "C" __global__ void __launch_bounds__(256, kBlocks)
     tiles[axis] = tile - outer * args.tiles[axis];
     tile = outer;
   }
-  const int plane = tile * args.planes, planes = min(args.planes, windows.batch - plane);
+  const int first_plane = tile * args.repeats * args.planes;
   const int channels = min(args.channels, windows.inner - lead_channel);
   if (thread % 32 == 0 && thread < 96) {
     const int axis = thread / 32;
@@ -100,9 +107,6 @@ extern "C" __global__ void __launch_bounds__(256, kBlocks)
     const int n = args.phases[axis];
     side.lead = side.first == 0 ? 0 : n - 1 - (side.first + n - 1) % n;
     sides[axis] = side;
-  }
-  for (int at = thread * 16; at < args.cells; at += threads * 16) {
-    *reinterpret_cast<uint4*>(shared + at) = {};
   }
   // A thread's window of a phase, if that is the first window of the tile.
   int own[3], own_plane = divide(thread, args.by_channels);
@@ -150,14 +154,17 @@ extern "C" __global__ void __launch_bounds__(256, kBlocks)
   int extent[3];
 #pragma unroll
   for (int axis = 0; axis < 3; ++axis) extent[axis] = sides[axis].extent - own[axis];
-  if (own_plane >= planes || channel >= channels) extent[2] = 0;  // no window
+  if (own_plane >= args.planes || channel >= channels) extent[2] = 0;  // no window
   const i64 x_plane = static_cast<i64>(windows.x_plane) * windows.inner;
   const int own_number = ((sides[0].first + own[0]) * windows.x_size[1] + sides[1].first + own[1]) * windows.x_size[2] +
                          sides[2].first + own[2];
-  const i64 own_element = (plane + own_plane) * x_plane + static_cast<i64>(own_number) * windows.inner +
+  const i64 own_element = (first_plane + own_plane) * x_plane + static_cast<i64>(own_number) * windows.inner +
                           lead_channel + channel;
-  const INDEX* const indices = static_cast<const INDEX*>(windows.indices) + own_element;
-  const T* const x = static_cast<const T*>(windows.x) + own_element;
+  // Two numbers to the compiler, which would otherwise add up each load's address in 64 bits.
+  i64 own_indices = own_element * static_cast<int>(sizeof(INDEX)), own_x = own_element * static_cast<int>(sizeof(T));
+  asm volatile("" : "+l"(own_indices), "+l"(own_x));
+  auto indices = reinterpret_cast<const INDEX*>(static_cast<const char*>(windows.indices) + own_indices);
+  auto x = reinterpret_cast<const T*>(static_cast<const char*>(windows.x) + own_x);
 #pragma unroll
   for (int axis = 0; axis < 3; ++axis) ranges_at[axis] += own[axis];
   // What an index in the plane of y is in the tile; if they are not adjacent, once it is decoded.
@@ -166,134 +173,157 @@ extern "C" __global__ void __launch_bounds__(256, kBlocks)
   // The first position of the tile in y, of the first plane.
   const int position = (bases[0] * size[1] + bases[1]) * size[2] + bases[2];
   const i64 y_plane = static_cast<i64>(size[0]) * size[1] * size[2];
-  const i64 begin = (plane * y_plane + position) * windows.inner + lead_channel;
-  // If `inner` is 1, cells have the misalignment of y's elements.
-  const int head = windows.inner == 1 ? static_cast<int>(begin % kChunk) : 0;
-  Cell* const cells = reinterpret_cast<Cell*>(shared) + head;
-  __syncthreads();
-
+  // The cell of a thread's first position of y, if it were in the tile, beyond the cells' misalignment.
+  const int cell_column = args.channels * static_cast<int>(sizeof(Cell));
+  const int cell_row = args.tile[2] * cell_column, cell_slice = args.tile[1] * cell_row;
+  const u32 lead_cell = shared_address(shared) + channel * static_cast<int>(sizeof(Cell)) +
+                        (own_plane * args.tile[0] - bases[0]) * cell_slice - bases[1] * cell_row - bases[2] * cell_column;
   const auto has = [&](const int4& at) {
     return (at.z < extent[2]) & (at.y < extent[1]) & (!SLICED || at.x < extent[0]);
   };
   const u32 y_positions = static_cast<u32>(y_plane);
   bool good = true;
-  int rounds = args.rounds;  // left of a phase
+  // The same tile of planes after planes.
 #pragma unroll 1
-  for (int first = 0; first < steps; first += kBatch) {
-    INDEX found[kBatch];
-    T values[kBatch];
-#pragma unroll
-    for (int b = 0; b < kBatch; ++b) {
-      if (first + b >= steps) break;
-      const int4 at = step_at[first + b];
-      if (!has(at)) continue;
-      found[b] = indices[at.w];
-      if (!MOVE) values[b] = x[at.w];
+  for (int plane = first_plane, repeat = 0; repeat < args.repeats && plane < windows.batch;
+       ++repeat, plane += args.planes) {
+    const int planes = min(args.planes, windows.batch - plane);
+    if (own_plane >= planes) extent[2] = 0;
+    const i64 begin = (plane * y_plane + position) * windows.inner + lead_channel;
+    // If `inner` is 1, cells have the misalignment of y's elements.
+    const int head = windows.inner == 1 ? static_cast<int>(begin % kChunk) : 0;
+    Cell* const cells = reinterpret_cast<Cell*>(shared) + head;
+    const u32 own_cell = lead_cell + head * static_cast<int>(sizeof(Cell));
+    if (repeat > 0) __syncthreads();  // the last cells are stored
+    for (int at = thread * 16; at < args.cells; at += threads * 16) {
+      *reinterpret_cast<uint4*>(shared + at) = {};
     }
-    int targets[kBatch];  // cells
-    [[maybe_unused]] int numbers[kBatch];
+    __syncthreads();
+    int rounds = args.rounds;  // left of a phase
+#pragma unroll 1
+    for (int first = 0; first < steps; first += kBatch) {
+      INDEX found[kBatch] = {};
+      T values[kBatch] = {};
 #pragma unroll
-    for (int b = 0; b < kBatch; ++b) {
-      targets[b] = -1;
-      if (first + b >= steps) break;
-      const int4 at = step_at[first + b];
-      if (!has(at)) continue;
-      if (MOVE) numbers[b] = own_number + at.w / windows.inner;
-      const int index = static_cast<int>(found[b]);
-      int line = divide(index, args.by_y_size[2]);
-      const int column = index - line * size[2];
-      const int2 lines = ranges[ranges_at[1] + at.y], columns = ranges[ranges_at[2] + at.z];
-      bool inside = static_cast<u32>(index) < y_positions, here = true;
-      if (sizeof(INDEX) > 4) inside &= static_cast<i64>(found[b]) >> 32 == 0;
-      int cell = own_plane;
-      if (SLICED) {
-        const int slice = divide(line, args.by_y_size[1]);
-        const int2 slices = ranges[ranges_at[0] + at.x];
-        line -= slice * size[1];
-        inside &= static_cast<u32>(slice - slices.x) < static_cast<u32>(slices.y);
-        here = static_cast<u32>(slice - bases[0]) < static_cast<u32>(counts[0]);
-        cell = cell * args.tile[0] + slice - bases[0];
+      for (int b = 0; b < kBatch; ++b) {
+        if (first + b >= steps) break;
+        const int4 at = step_at[first + b];
+        if (!has(at)) continue;
+        found[b] = indices[at.w];
+        if (!MOVE) values[b] = x[at.w];
       }
-      inside &= static_cast<u32>(line - lines.x) < static_cast<u32>(lines.y);
-      inside &= static_cast<u32>(column - columns.x) < static_cast<u32>(columns.y);
-      here &= static_cast<u32>(line - bases[1]) < static_cast<u32>(counts[1]);
-      here &= static_cast<u32>(column - bases[2]) < static_cast<u32>(counts[2]);
-      cell = (cell * args.tile[1] + line - bases[1]) * args.tile[2] + column - bases[2];
-      good &= inside;
-      if (inside && here) targets[b] = cell * args.channels + channel;
-    }
+      u32 targets[kBatch];  // cells, in shared memory
+      [[maybe_unused]] int numbers[kBatch];
 #pragma unroll
-    for (int b = 0; b < kBatch; ++b) {
-      if (first + b >= steps) break;
-      if (targets[b] >= 0) cells[targets[b]].meet(values[b], numbers[b]);
-      if (--rounds > 0) continue;
-      rounds = args.rounds;
-      __syncthreads();
+      for (int b = 0; b < kBatch; ++b) {
+        targets[b] = kNone;
+        if (first + b >= steps) break;
+        // Without branches.
+        const int4 at = step_at[first + b];
+        const bool exists = has(at);
+        if (MOVE) numbers[b] = own_number + at.w / windows.inner;
+        const int index = static_cast<int>(found[b]);
+        int line = divide(index, args.by_y_size[2]);
+        const int column = index - line * size[2];
+        const int2 lines = ranges[exists ? ranges_at[1] + at.y : 0], columns = ranges[exists ? ranges_at[2] + at.z : 0];
+        bool inside = static_cast<u32>(index) < y_positions, here = exists;
+        if (sizeof(INDEX) > 4) inside &= static_cast<i64>(found[b]) >> 32 == 0;
+        u32 cell = own_cell;
+        if (SLICED) {
+          const int slice = divide(line, args.by_y_size[1]);
+          const int2 slices = ranges[exists ? ranges_at[0] + at.x : 0];
+          line -= slice * size[1];
+          inside &= static_cast<u32>(slice - slices.x) < static_cast<u32>(slices.y);
+          here &= static_cast<u32>(slice - bases[0]) < static_cast<u32>(counts[0]);
+          cell += slice * cell_slice;
+        }
+        inside &= static_cast<u32>(line - lines.x) < static_cast<u32>(lines.y);
+        inside &= static_cast<u32>(column - columns.x) < static_cast<u32>(columns.y);
+        here &= static_cast<u32>(line - bases[1]) < static_cast<u32>(counts[1]);
+        here &= static_cast<u32>(column - bases[2]) < static_cast<u32>(counts[2]);
+        cell += line * cell_row + column * cell_column;
+        good &= inside | !exists;
+        targets[b] = inside & here ? cell : kNone;
+      }
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b) {
+        if (first + b >= steps) break;
+        if (targets[b] != kNone) {
+          Cell cell = {element_at<Content>(targets[b])};
+          cell.meet(values[b], numbers[b]);
+          store_element(targets[b], cell.content);
+        }
+        if (--rounds > 0) continue;
+        rounds = args.rounds;
+        __syncthreads();
+      }
     }
-  }
-  if (!good && windows.bad != nullptr) windows.bad[MOVE] = 1;  // all writers write the same value
+    indices += args.planes * x_plane;
+    x += args.planes * x_plane;
 
-  // The element of a cell in the n-th plane.
-  const auto element = [&](Cell cell, [[maybe_unused]] int n, [[maybe_unused]] int own_channel) {
+    // The element of a cell in the n-th plane.
+    const auto element = [&](Cell cell, [[maybe_unused]] int n, [[maybe_unused]] int own_channel) {
 #if MOVE
-    if (cell.last == 0) return T{};
-    const i64 from = (plane + n) * x_plane + static_cast<i64>(cell.last - 1) * windows.inner;
-    return static_cast<const T*>(windows.x)[from + lead_channel + own_channel];
+      if (cell.content == 0) return T{};
+      const i64 from = (plane + n) * x_plane + static_cast<i64>(cell.content - 1) * windows.inner;
+      return static_cast<const T*>(windows.x)[from + lead_channel + own_channel];
 #else
-    return narrow<T>(cell.sum);
+      return narrow<T>(cell.content);
 #endif
-  };
-  constexpr int kCells = 16 / sizeof(Cell);
-  T* const y = static_cast<T*>(windows.y) + begin;
-  if (windows.inner == 1) {
-    // One run of elements.
-    const int own_cells = args.tile[0] * args.tile[1] * args.tile[2];
-    const int length = planes == 1 ? counts[0] * counts[1] * counts[2] : planes * own_cells;
-    const auto plane_of = [&](int at) { return MOVE && planes > 1 ? at / own_cells : 0; };
-    for (int at = thread * kChunk - head; at < length; at += threads * kChunk) {
-      if (at < 0 || at + kChunk > length) {
-        for (int e = max(at, 0); e < min(at + kChunk, length); ++e) y[e] = element(cells[e], plane_of(e), 0);
+    };
+    constexpr int kCells = 16 / sizeof(Cell);
+    T* const y = static_cast<T*>(windows.y) + begin;
+    if (windows.inner == 1) {
+      // One run of elements.
+      const int own_cells = args.tile[0] * args.tile[1] * args.tile[2];
+      const int length = planes == 1 ? counts[0] * counts[1] * counts[2] : planes * own_cells;
+      const auto plane_of = [&](int at) { return MOVE && planes > 1 ? at / own_cells : 0; };
+      for (int at = thread * kChunk - head; at < length; at += threads * kChunk) {
+        if (at < 0 || at + kChunk > length) {
+          for (int e = max(at, 0); e < min(at + kChunk, length); ++e) y[e] = element(cells[e], plane_of(e), 0);
+          continue;
+        }
+        Vector<T, kChunk> values;
+#pragma unroll
+        for (int e = 0; e < kChunk; e += kCells) {
+          const auto part = Vector<Cell, kCells>::load(cells + at + e);
+#pragma unroll
+          for (int i = 0; i < kCells; ++i) values.at[e + i] = element(part.at[i], plane_of(at + e + i), 0);
+        }
+        values.store(y + at);
+      }
+      continue;
+    }
+    const int width = args.vectors ? kChunk : 1, a_cell = args.channels / width;
+    const int items = planes * args.tile[0] * args.tile[1] * args.tile[2] * a_cell;
+    for (int item = thread; item < items; item += threads) {
+      int outer = divide(item, args.by_stores);
+      const int from = (item - outer * a_cell) * width;
+      const Cell* const own_cells = cells + outer * args.channels + from;
+      int to[3];
+      bool there = from < channels;
+#pragma unroll
+      for (int axis = 2; axis >= 0; --axis) {
+        const int above = divide(outer, args.by_tile[axis]);
+        to[axis] = outer - above * args.tile[axis];
+        there &= to[axis] < counts[axis];
+        outer = above;
+      }
+      if (!there) continue;
+      T* const target = y + (outer * y_plane + (to[0] * size[1] + to[1]) * size[2] + to[2]) * windows.inner + from;
+      if (!args.vectors) {
+        *target = element(*own_cells, outer, from);
         continue;
       }
       Vector<T, kChunk> values;
 #pragma unroll
       for (int e = 0; e < kChunk; e += kCells) {
-        const auto part = Vector<Cell, kCells>::load(cells + at + e);
+        const auto part = Vector<Cell, kCells>::load(own_cells + e);
 #pragma unroll
-        for (int i = 0; i < kCells; ++i) values.at[e + i] = element(part.at[i], plane_of(at + e + i), 0);
+        for (int i = 0; i < kCells; ++i) values.at[e + i] = element(part.at[i], outer, from + e + i);
       }
-      values.store(y + at);
+      values.store(target);
     }
-    return;
   }
-  const int width = args.vectors ? kChunk : 1, a_cell = args.channels / width;
-  const int items = planes * args.tile[0] * args.tile[1] * args.tile[2] * a_cell;
-  for (int item = thread; item < items; item += threads) {
-    int outer = divide(item, args.by_stores);
-    const int from = (item - outer * a_cell) * width;
-    const Cell* const own_cells = cells + outer * args.channels + from;
-    int to[3];
-    bool there = from < channels;
-#pragma unroll
-    for (int axis = 2; axis >= 0; --axis) {
-      const int above = divide(outer, args.by_tile[axis]);
-      to[axis] = outer - above * args.tile[axis];
-      there &= to[axis] < counts[axis];
-      outer = above;
-    }
-    if (!there) continue;
-    T* const target = y + (outer * y_plane + (to[0] * size[1] + to[1]) * size[2] + to[2]) * windows.inner + from;
-    if (!args.vectors) {
-      *target = element(*own_cells, outer, from);
-      continue;
-    }
-    Vector<T, kChunk> values;
-#pragma unroll
-    for (int e = 0; e < kChunk; e += kCells) {
-      const auto part = Vector<Cell, kCells>::load(own_cells + e);
-#pragma unroll
-      for (int i = 0; i < kCells; ++i) values.at[e + i] = element(part.at[i], outer, from + e + i);
-    }
-    values.store(target);
-  }
+  if (!good && windows.bad != nullptr) windows.bad[MOVE] = 1;  // all writers write the same value
 }

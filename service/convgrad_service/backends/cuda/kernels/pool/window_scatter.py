@@ -42,6 +42,8 @@ ROUNDS, MOST_STEPS = (1, 2, 4, 8), 32
 A_BLOCK, CELLS_A_WINDOW, BUSY_THREADS = 256, 4, 1100
 # Threads that a multiprocessor can have.
 RESIDENT = 1280
+# Groups of planes of a block, and what it does once, in windows of a thread.
+MOST_REPEATS, PROLOGUE = 16, 7
 # Parts of an axis that are tried: of the largest tiles, as many as are FITTING along the last axis.
 PARTS = sorted({*range(1, 9), *(5 * 2**n // 4 for n in range(3, 31)), *(2**n for n in range(31))})
 FITTING = 3
@@ -91,10 +93,31 @@ class Tile:
         return ceil_div(self.form.inner, self.channels)
 
     @property
+    def groups(self) -> int:
+        """Planes that follow one another, ``planes`` at once."""
+        return ceil_div(self.form.batch, self.planes)
+
+    @property
     def blocks(self) -> int:
+        """Of a grid without repeats."""
         d, h, w = self.sides
-        planes = ceil_div(self.form.batch, self.planes)
-        return planes * self.chunks * d.tiles * h.tiles * w.tiles
+        return self.groups * self.chunks * d.tiles * h.tiles * w.tiles
+
+    def fit(self, dtype: DType, device: CudaDevice) -> int:
+        """Return the blocks that a multiprocessor can have."""
+        threads = ceil_div(self.threads, WARP) * WARP
+        fit = device.shared_bytes_per_multiprocessor // (self.places(dtype)[-1] + RESERVED_BYTES)
+        return max(1, min(fit, RESIDENT // max(LEAST_THREADS, threads)))
+
+    def repeats(self, dtype: DType, device: CudaDevice) -> int:
+        """Return how many groups a block computes: of the fastest, the fewest."""
+        busy = self.fit(dtype, device) * device.multiprocessors
+
+        def cost(repeats: int) -> int:
+            blocks = self.blocks // self.groups * ceil_div(self.groups, repeats)
+            return ceil_div(blocks, busy) * (repeats * self.steps + PROLOGUE)
+
+        return min(range(1, min(self.groups, MOST_REPEATS) + 1), key=cost)
 
     def places(self, dtype: DType) -> tuple[int, int, int]:
         """Return the bytes of the cells and of their misalignment, where steps are, and all."""
@@ -111,10 +134,9 @@ class Tile:
 
     def cost(self, dtype: DType, device: CudaDevice) -> float:
         """Return the windows of a multiprocessor, as if it were busy."""
-        cells, _, end = self.places(dtype)
+        cells, _, _ = self.places(dtype)
         threads = ceil_div(self.threads, WARP) * WARP
-        fit = device.shared_bytes_per_multiprocessor // (end + RESERVED_BYTES)
-        resident = self.threads * max(1, min(fit, RESIDENT // max(LEAST_THREADS, threads)))
+        resident = self.threads * self.fit(dtype, device)
         each = threads * self.steps + A_BLOCK + cells // max(4, dtype.itemsize) // CELLS_A_WINDOW
         blocks = ceil_div(self.blocks, device.multiprocessors)
         return blocks * each * max(1.0, BUSY_THREADS / resident)
@@ -159,6 +181,7 @@ class WindowScatter(FromIndices[Tile]):
         chunk = CHUNK_BYTES // work.dtype.itemsize
         args.vectors = form.inner % chunk == 0 and tile.channels % chunk == 0
         args.planes, args.channels, args.chunks = tile.planes, tile.channels, tile.chunks
+        args.repeats = tile.repeats(work.dtype, device)
         args.phases[:], args.rounds = tile.phases, prod(side.rounds for side in tile.sides)
         for axis, (side, phases) in enumerate(zip(tile.sides, tile.phases, strict=True)):
             args.tile[axis], args.box[axis], args.grid[axis] = side.size, side.box, side.grid
@@ -172,7 +195,7 @@ class WindowScatter(FromIndices[Tile]):
         threads = max(LEAST_THREADS, ceil_div(tile.threads, WARP) * WARP)
         return Launch(
             _instance(work.dtype, work.index_dtype, form.y_size[0] > 1, self._moves),
-            (tile.blocks, 1, 1),
+            (tile.blocks // tile.groups * ceil_div(tile.groups, args.repeats), 1, 1),
             (threads, 1, 1),
             pack(args, x=work.x, y=work.y, indices=work.indices, bad=bad),
             room,

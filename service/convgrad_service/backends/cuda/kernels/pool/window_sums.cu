@@ -31,9 +31,13 @@ using Values = Vector<T, WIDTH>;
 
 #if SLIDING
 constexpr int kAhead = 2;
+// Whether a load's address is computed from the last one's, and whether lines stay in their registers.
+constexpr bool kAdvances = SIMPLE || (sizeof(T) == 2 && !WEIGHTED), kRing = SIMPLE && sizeof(T) == 2;
+constexpr int kTurns = kRing ? LINES : 1;
 // Other GPUs' compilers need more registers for weights.
 constexpr bool kFewer = WIDTH == 8 || (WEIGHTED && __CUDA_ARCH__ != 900);
-constexpr int kBlocks = TAPS > 3 ? (WEIGHTED ? 3 : 4) : kFewer ? 5 : 6;
+constexpr bool kFewest = WIDTH == 8 && WEIGHTED && __CUDA_ARCH__ != 900;
+constexpr int kBlocks = TAPS > 3 ? (WEIGHTED ? 3 : 4) : kFewest ? 4 : kFewer ? 5 : 6;
 
 extern "C" __global__ void __launch_bounds__(128, kBlocks)
     window_sums(const __grid_constant__ WindowArgs args) {
@@ -53,7 +57,7 @@ extern "C" __global__ void __launch_bounds__(128, kBlocks)
   const int begin = (outer - rows * runs) * args.run;
   const int end = min(begin + args.run, args.y_size[2]);
 
-  const int start0 = window_start<SIMPLE>(args.window[0], at0), stop0 = window_stop<SIMPLE>(args.window[0], at0);
+  const int start0 = SIMPLE ? 0 : window_start(args.window[0], at0), stop0 = SIMPLE ? 1 : window_stop(args.window[0], at0);
   const int start = window_start<SIMPLE>(args.window[1], at1), stop = window_stop<SIMPLE>(args.window[1], at1);
   const int last = start0 < stop0 ? window_stop<SIMPLE>(args.window[2], end - 1) : 0;
   const i64 x_row = static_cast<i64>(args.x_size[2]) * args.inner;
@@ -61,7 +65,7 @@ extern "C" __global__ void __launch_bounds__(128, kBlocks)
   const T* const x = static_cast<const T*>(args.x) + item * x_slice * args.x_size[0] +
                      start * x_row + vector * WIDTH;
   S first_weight = S(1), weight[TAPS];  // of the first slice, of rows
-#if WEIGHTED
+#if WEIGHTED && !SIMPLE
   first_weight = S(1) / static_cast<S>(window_size<SIMPLE>(args.counted[0], start0));
 #endif
 #pragma unroll
@@ -74,14 +78,18 @@ extern "C" __global__ void __launch_bounds__(128, kBlocks)
   // The next lines' parts of the windows; the one after them is `line` in slice i0.
   Values ahead[kAhead][TAPS] = {};
   int line = window_start<SIMPLE>(args.window[2], begin), next = line, i0 = start0;
+  const T* from = x + start0 * x_slice + static_cast<i64>(line) * args.inner;
+  const i64 next_line = SIMPLE ? args.inner : args.inner - (stop0 - start0 - 1) * x_slice;
   const auto load = [&](Values (&values)[TAPS]) {
     if (line >= last) return;
-    const T* const from = x + i0 * x_slice + static_cast<i64>(line) * args.inner;
+    if (!kAdvances) from = x + i0 * x_slice + static_cast<i64>(line) * args.inner;
 #pragma unroll
     for (int t = 0; t < TAPS; ++t) {
       if (start + t < stop) values[t] = Values::load(from + t * x_row);
     }
-    if (++i0 < stop0) return;
+    const bool stays = !SIMPLE && ++i0 < stop0;
+    if (kAdvances) from += stays ? x_slice : next_line;
+    if (stays) return;
     i0 = start0;
     ++line;
   };
@@ -95,58 +103,58 @@ extern "C" __global__ void __launch_bounds__(128, kBlocks)
   }
   const i64 position = (item * args.y_size[0] + at0) * args.y_size[1] + at1;
   T* y = static_cast<T*>(args.y) + (position * args.y_size[2] + begin) * args.inner + vector * WIDTH;
-  S kept[LINES][WIDTH] = {}, kept_weight[LINES] = {};
+  S kept[LINES][WIDTH] = {}, kept_weight[LINES] = {};  // of the last lines; the oldest is at `turn`
+  // The next line.
+  const auto keep = [&](int turn) {
+    S part[WIDTH] = {};
+    S slice_weight = first_weight;
 #pragma unroll 1
-  for (int at = begin; at < end; ++at) {
-    const int low = window_start<SIMPLE>(args.window[2], at);
-    const int high = window_stop<SIMPLE>(args.window[2], at);
-#pragma unroll 1
-    for (; next < high; ++next) {
-      S part[WIDTH] = {};
-      S slice_weight = first_weight;
-#pragma unroll 1
-      for (int slices = start0; slices < stop0; ++slices) {
-        Values now[TAPS];
+    for (int slices = start0; slices < stop0; ++slices) {
+      Values now[TAPS];
 #pragma unroll
-        for (int t = 0; t < TAPS; ++t) {
-          now[t] = ahead[0][t];
+      for (int t = 0; t < TAPS; ++t) {
+        now[t] = ahead[0][t];
 #pragma unroll
-          for (int a = 1; a < kAhead; ++a) ahead[a - 1][t] = ahead[a][t];
-        }
-        load(ahead[kAhead - 1]);
-#if WEIGHTED
-        if (slices > start0) slice_weight = S(1) / static_cast<S>(window_size<SIMPLE>(args.counted[0], slices));
+        for (int a = 1; a < kAhead; ++a) ahead[a - 1][t] = ahead[a][t];
+      }
+      load(ahead[kAhead - 1]);
+#if WEIGHTED && !SIMPLE
+      if (slices > start0) slice_weight = S(1) / static_cast<S>(window_size<SIMPLE>(args.counted[0], slices));
 #endif
 #pragma unroll
-        for (int t = 0; t < TAPS; ++t) {
+      for (int t = 0; t < TAPS; ++t) {
 #pragma unroll
-          for (int v = 0; v < WIDTH; ++v) {
-            const S value = widen(now[t].at[v]);
-            part[v] = WEIGHTED ? multiply_add(value, weight[t] * slice_weight, part[v])
-                               : part[v] + value;
-          }
+        for (int v = 0; v < WIDTH; ++v) {
+          const S value = widen(now[t].at[v]);
+          part[v] = WEIGHTED ? multiply_add(value, weight[t] * slice_weight, part[v])
+                             : part[v] + value;
         }
       }
-#pragma unroll
-      for (int v = 0; v < WIDTH; ++v) {
-#pragma unroll
-        for (int l = 1; l < LINES; ++l) kept[l - 1][v] = kept[l][v];
-        kept[LINES - 1][v] = part[v];
-      }
-#if WEIGHTED
-#pragma unroll
-      for (int l = 1; l < LINES; ++l) kept_weight[l - 1] = kept_weight[l];
-      kept_weight[LINES - 1] = S(1) / static_cast<S>(window_size<SIMPLE>(args.counted[2], next));
-#endif
     }
+    const int own = kRing ? turn : LINES - 1;
+#pragma unroll
+    for (int v = 0; v < WIDTH; ++v) {
+#pragma unroll
+      for (int l = 1; l < LINES && !kRing; ++l) kept[l - 1][v] = kept[l][v];
+      kept[own][v] = part[v];
+    }
+#if WEIGHTED
+#pragma unroll
+    for (int l = 1; l < LINES && !kRing; ++l) kept_weight[l - 1] = kept_weight[l];
+    kept_weight[own] = S(1) / static_cast<S>(window_size<SIMPLE>(args.counted[2], next));
+#endif
+    ++next;
+  };
+  // Window `at`, which starts with `low` and ends with the last of the lines before `high`.
+  const auto store = [&](int at, int low, int high, int turn) {
     S sum[WIDTH] = {};
 #pragma unroll
     for (int l = 0; l < LINES; ++l) {
-      const int own = high - LINES + l;
-      if (own < low) continue;
+      if (high - LINES + l < low) continue;
+      const int own = (turn + l) % LINES;
 #pragma unroll
       for (int v = 0; v < WIDTH; ++v) {
-        sum[v] = WEIGHTED ? multiply_add(kept[l][v], kept_weight[l], sum[v]) : sum[v] + kept[l][v];
+        sum[v] = WEIGHTED ? multiply_add(kept[own][v], kept_weight[own], sum[v]) : sum[v] + kept[own][v];
       }
     }
     if (args.by_outputs) {
@@ -158,6 +166,31 @@ extern "C" __global__ void __launch_bounds__(128, kBlocks)
     for (int v = 0; v < WIDTH; ++v) values.at[v] = narrow<T>(divided<T>(sum[v], by, reciprocal));
     values.store(y);
     y += args.inner;
+  };
+  if constexpr (!kRing) {
+#pragma unroll 1
+    for (int at = begin; at < end; ++at) {
+      const int low = window_start<SIMPLE>(args.window[2], at);
+      const int high = window_stop<SIMPLE>(args.window[2], at);
+#pragma unroll 1
+      while (next < high) keep(0);
+      store(at, low, high, 0);
+    }
+    return;
+  }
+  int at = begin;
+#pragma unroll 1
+  for (;;) {
+#pragma unroll
+    for (int turn = 0; turn < kTurns; ++turn) {
+      // The windows that end with the last line, and those with no line.
+#pragma unroll 1
+      while (window_stop<SIMPLE>(args.window[2], at) <= next) {
+        store(at, window_start<SIMPLE>(args.window[2], at), next, turn);
+        if (++at >= end) return;
+      }
+      keep(turn);
+    }
   }
 }
 #else
