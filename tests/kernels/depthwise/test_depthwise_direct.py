@@ -162,7 +162,7 @@ def test_what_is_not_finite_stays_in_the_channel_that_sums_it(seed: int) -> None
 
 @pytest.mark.parametrize(
     ("dtype", "multiplier", "family"),
-    [("float32", 8, "depthwise_direct"), ("bfloat16", 8, "grouped_gather")],
+    [("float32", 8, "depthwise_direct_sums"), ("bfloat16", 8, "grouped_gather")],
 )
 def test_who_sums_channels_last(dtype: str, multiplier: int, family: str) -> None:
     case = FROM_CONV["conv_bwd_data"]("sums", layer(1, 16, (5, 6), (3, 3), 1, 1, 1, multiplier))

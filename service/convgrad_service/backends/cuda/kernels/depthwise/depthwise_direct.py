@@ -78,6 +78,8 @@ class DepthwiseDirect(Solver[ConvWork, DirectLayout]):
         self._most_summed, self._dtypes = most_summed, dtypes
         if in_planes:
             self.name = f"{self.name}_planes"
+        elif most_summed > 1:
+            self.name = f"{self.name}_sums"
 
     def solve(self, work: ConvWork, device: CudaDevice) -> DirectLayout | str:
         work = turned(work)
