@@ -58,7 +58,6 @@ PAIRS = {
     "few_channels": (Tensor((2, 3, 1, 9, 9), LAST), Tensor((1, 4, 1, 40, 40), LAST)),
     "several_rounds": (Tensor((1, 256, 1, 48, 48), LAST), Tensor((9, 64, 1, 64, 64), FIRST)),
     "narrow_tiles": (Tensor((3, 16, 1, 11, 10), FIRST), Tensor((2, 27, 1, 13, 13), FIRST)),
-    "bands": (Tensor((1, 330, 1, 9, 9), FIRST), Tensor((2, 260, 1, 5, 5), FIRST)),
     # As operands of a gradient of the input: (C, K, T, R, S).
     "weight": (Tensor((24, 40, 1, 3, 3), "CNDHW"), Tensor((24, 40, 1, 3, 3), "CDHWN")),
 }

@@ -42,9 +42,7 @@ struct FloatTensor {
   int in_order;        // one stride, that of W, separates all pixels
   int size[3];         // D H W
   Divider by[3];       // the sizes
-  int band;            // chunks of a pixel, or tiles across that follow each other before those of other pixels
-  Divider by_band;
-  Divider by_along;    // tiles along the pixels
+  Divider by_across;   // chunks, or tiles, of a pixel
 };
 
 struct FloatPartsArgs {
@@ -165,14 +163,14 @@ __device__ __forceinline__ void store_parts(const FloatTensor& of, bf16* to, con
 // Takes every `blocks`th group of chunks.
 __device__ __forceinline__ void split_chunks(const FloatTensor& of, const float* source, bf16* target,
                                              u32 block, u32 blocks, float by, u32& largest) {
-  const int across = of.band;
+  const int across = of.padded / kChunk;
   for (u32 first = block * (kBlock * kEach) + threadIdx.x; first < of.jobs; first += blocks * kBlock * kEach) {
     float chunk[kEach][kChunk];
     i64 to[kEach];
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
       const int index = min(first + i * kBlock, static_cast<u32>(of.jobs - 1));
-      const int pixel = divide(index, of.by_band), column = (index - pixel * across) * kChunk;
+      const int pixel = divide(index, of.by_across), column = (index - pixel * across) * kChunk;
       to[i] = static_cast<i64>(pixel) * of.padded + column;
       load_chunk(of, source + source_at(of, pixel) + column, of.channels - column, chunk[i]);
     }
@@ -193,17 +191,11 @@ __device__ __forceinline__ void transpose_tiles(const FloatTensor& of, const flo
                                                 u32 block, u32 blocks, float by, u32& largest,
                                                 float (&tile)[kTile * kPitch]) {
   const int lane = threadIdx.x % kTile, row = threadIdx.x / kTile, narrow = of.narrow;
-  const int wide = kTile >> narrow, high = kTile << narrow;  // channels and pixels of a tile
-  const int alongs = (of.pixels + high - 1) >> (6 + narrow);
-  int first_pixel = 0, first_channel = 0;
-  const auto place = [&](int job) {
-    const int row = divide(job, of.by_band), band = divide(row, of.by_along);
-    first_pixel = (row - band * alongs) * high;
-    first_channel = (band * of.band + job - row * of.band) * wide;
-  };
+  const int wide = kTile >> narrow, across = (of.padded + wide - 1) / wide;  // channels of a tile
   float found[kTile / kRows];
   const auto load = [&](u32 job) {
-    place(job);
+    const int along = divide(static_cast<int>(job), of.by_across), first_pixel = along * (kTile << narrow);
+    const int first_channel = (job - along * across) * wide;
     i64 from = 0;
 #pragma unroll
     for (int i = 0; i < kTile / kRows; ++i) {
@@ -218,7 +210,9 @@ __device__ __forceinline__ void transpose_tiles(const FloatTensor& of, const flo
   // The next tile is read while one is stored. One copy of the code for both, as a launch waits for its code.
   bool holds = false;
   for (u32 next = block; holds || next < of.jobs; next += blocks) {
-    const int pixel0 = first_pixel, channel0 = first_channel;
+    const u32 job = next - blocks;
+    const int along = divide(static_cast<int>(job), of.by_across), first_pixel = along * (kTile << narrow);
+    const int first_channel = (job - along * across) * wide;
     if (holds) {
       __syncthreads();  // the previous tile is read
 #pragma unroll
@@ -230,12 +224,12 @@ __device__ __forceinline__ void transpose_tiles(const FloatTensor& of, const flo
     for (int i = 0; holds && i < kTile * kTile / kChunk / kBlock; ++i) {
       const int index = threadIdx.x + i * kBlock, chunks = wide / kChunk, pixel = index >> (3 - narrow);
       const int column = (index & (chunks - 1)) * kChunk, first = pixel / kTile * wide + column;
-      if (pixel0 + pixel >= of.pixels || channel0 + column >= of.padded) continue;
+      if (first_pixel + pixel >= of.pixels || first_channel + column >= of.padded) continue;
       float chunk[kChunk];
 #pragma unroll
       for (int e = 0; e < kChunk; ++e) chunk[e] = tile[tile_at(first + e, pixel % kTile)];
-      store_parts(of, target + static_cast<i64>(pixel0 + pixel) * of.padded + channel0 + column, chunk, by,
-                  largest);
+      store_parts(of, target + static_cast<i64>(first_pixel + pixel) * of.padded + first_channel + column,
+                  chunk, by, largest);
     }
     holds = next < of.jobs;
   }

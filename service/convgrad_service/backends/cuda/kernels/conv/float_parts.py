@@ -38,9 +38,6 @@ CHUNK = 8
 # how often its channels may be halved.
 BLOCK, BLOCKS_EACH, EACH, TILE = 256, 3, 2, 64
 MOST_NARROW = 2
-# Tiles across that blocks take in turn before those of other pixels: more, and neighbouring blocks
-# read and write less contiguously.
-MOST_BAND = 4
 VECTOR = 4
 MAX_JOBS = 2**31 - 1
 # On an H200, beside the product that follows: the launches by the number of parts, and bytes read
@@ -93,8 +90,9 @@ class FloatTensor:
 
     @property
     def jobs(self) -> int:
-        """Chunks, or tiles."""
-        return self.along * self.band * self.bands
+        if self.source.channels_last:
+            return self.pixels * (self.padded // CHUNK)
+        return ceil_div(self.pixels, TILE << self.narrow) * ceil_div(self.padded, self.across)
 
     @property
     def narrow(self) -> int:
@@ -102,26 +100,9 @@ class FloatTensor:
         return next(n for n in range(MOST_NARROW, -1, -1) if n == 0 or self.padded <= TILE >> n)
 
     @property
-    def along(self) -> int:
-        """Pixels, or tiles along them."""
-        if self.source.channels_last:
-            return self.pixels
-        return ceil_div(self.pixels, TILE << self.narrow)
-
-    @property
-    def bands(self) -> int:
-        """Bands of chunks, or tiles, across the channels."""
-        return 1 if self.source.channels_last else ceil_div(self._across, MOST_BAND)
-
-    @property
-    def band(self) -> int:
-        """Chunks or tiles of a band. The last may be empty."""
-        return ceil_div(self._across, self.bands)
-
-    @property
-    def _across(self) -> int:
-        """Chunks, or tiles, that a pixel's channels are divided into."""
-        return ceil_div(self.padded, CHUNK if self.source.channels_last else TILE >> self.narrow)
+    def across(self) -> int:
+        """Channels of a chunk, or of a tile."""
+        return CHUNK if self.source.channels_last else TILE >> self.narrow
 
     def expected_s(self, parts: int) -> float:
         """Return the expected seconds in which a launch splits it."""
@@ -284,8 +265,7 @@ def _launch(
         of.size[:] = size
         for dim, extent in enumerate(size):
             of.by[dim] = divider(extent)
-        of.narrow, of.band = tensor.narrow, tensor.band
-        of.by_band, of.by_along = divider(tensor.band), divider(tensor.along)
+        of.narrow, of.by_across = tensor.narrow, divider(ceil_div(tensor.padded, tensor.across))
     scales = parts > 2 and not weighted
     arguments = pack(
         args,
