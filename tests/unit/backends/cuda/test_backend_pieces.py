@@ -75,7 +75,7 @@ def stated(
 def test_pieces_with_the_same_bits(
     computed: Callable[[Problem, dict[str, Any]], list[int]],
 ) -> None:
-    assert computed(*stated("conv_fwd", 64, 80, np.float32, padding=1)) == [1] * PARTS
+    assert computed(*stated("conv_fwd", 64, 112, np.float32, padding=1)) == [1] * PARTS
 
 
 def test_pieces_with_other_bits_are_refused(
