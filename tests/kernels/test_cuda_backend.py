@@ -22,6 +22,7 @@ from convgrad_service.backends.cpu import CpuBackend
 from convgrad_service.backends.cuda import compile as compiling
 from convgrad_service.backends.cuda.backend import CudaBackend
 from convgrad_service.problems import Problem, problem_from
+from tests.support.kernels.cuda_backends import adds_as_whole
 from tests.support.kernels.harness import answers, check
 from tests.support.numerics.arrays import DTYPES, Arrays, draw, normals, rng_for
 from tests.support.numerics.bounds import assert_same_bits
@@ -62,7 +63,8 @@ def problem_and_tensors(case: Case, seed: int, dtype: str = "float32") -> tuple[
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_larger_than_the_memory(seed: int, gpu: Backend, case: Case) -> None:
-    """Run in pieces: equal bits if pieces are concatenated, within the bound if summed."""
+    """Run in pieces: equal bits if pieces are concatenated and add in the order of the whole, else
+    within the bound."""
     problem, tensors = problem_and_tensors(case, seed)
     small = CudaBackend(memory_limit_bytes=problem.memory_bytes // 2, poison=True)
     outcome = small.run(problem, tensors)
@@ -71,7 +73,7 @@ def test_larger_than_the_memory(seed: int, gpu: Backend, case: Case) -> None:
     wanted = expected(case.operation, draw_again(case, seed), case.params)
     check(outcome.outputs, wanted, "bounded", case.id)
     for name, array in outcome.outputs.items():
-        if name not in ("grad_weight", "grad_bias"):
+        if name not in ("grad_weight", "grad_bias") and adds_as_whole(gpu, problem, outcome.pieces):
             assert_same_bits(array, whole[name], f"{case.id} {name}")
 
 

@@ -47,8 +47,9 @@ from convgrad_service.backends.cuda.kernels.pool.window_routes import WindowRout
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.families import Families, Family, FastestExpected, Selector
 from convgrad_service.plans.cuda.program import Fragment, Instance
+from convgrad_service.problems import Problem
 
-__all__ = ["MAKERS", "Everywhere"]
+__all__ = ["MAKERS", "Everywhere", "adds_as_whole"]
 
 # Those that compute everything of their role.
 GENERAL = ("gather_direct", "weight_direct", "gather_tile", "weight_tile", "strided_copy")
@@ -192,3 +193,12 @@ MAKERS: dict[str, Callable[[], Backend]] = {
     "cuda_direct": _made(general(GatherDirect(), WeightDirect())),
 }
 """By the names that the fixture gives them."""
+
+
+def adds_as_whole(backend: Backend, problem: Problem, parts: int) -> bool:
+    """Whether pieces add in the order of the whole: on a CPU always, on a GPU if plans say so."""
+    if not isinstance(backend, CudaBackend):
+        return True
+    orders = set(backend.plan(problem).orders)
+    pieces = (piece.problem for piece in problem.split(parts))
+    return all(orders.issuperset(backend.plan(piece).orders) for piece in pieces)
