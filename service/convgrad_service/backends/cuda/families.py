@@ -180,7 +180,7 @@ GROUPED_WEIGHT = (
     ConvThroughChannelsLast(GroupedWeight(), COPIES),
 )
 # Depthwise gradients of the input that sum over several channels, channels last. On an H200,
-# grouped_gather takes 1.6 to 2.5 times as long in float32 (36 layers), and in 16-bit types 0.87
+# grouped_gather takes 1.6 to 2.5 times as long in float32 (36 layers), and in 16-bit types 0.88
 # (77).
 DEPTHWISE_SUMS = (
     DepthwiseDirect(most_summed=8, dtypes=(DType.FLOAT32,)),
