@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from convgrad.contract import OPERATIONS
 from convgrad.errors import CODES
-from tests.support.http_server import JSON, SAFETENSORS, LiveServer
+from convgrad_service.http_api import openapi
+from tests.support.fake_backends import Zeros
+from tests.support.http_server import JSON, SAFETENSORS, LiveServer, serving
 
 PROBLEM = "application/problem+json"
 
@@ -19,6 +23,28 @@ PROBLEM = "application/problem+json"
 def document(live: LiveServer) -> dict[str, Any]:
     found: dict[str, Any] = live.get("/openapi.json").json()
     return found
+
+
+def test_others_are_answered_while_openapi_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, continued = threading.Event(), threading.Event()
+    made = openapi._document
+
+    def waiting(*arguments: Any) -> dict[str, Any]:
+        begun.set()
+        assert continued.wait(60)
+        return made(*arguments)
+
+    monkeypatch.setattr(openapi, "_document", waiting)
+    with serving(Zeros()) as server, ThreadPoolExecutor(2) as asking:
+        try:
+            answers = [asking.submit(server.get, "/openapi.json") for _ in range(2)]
+            assert begun.wait(60)
+            assert server.get("/v2/health/live").status_code == 200
+        finally:
+            continued.set()
+        first, second = (answer.result(60).json() for answer in answers)
+    assert first == second
+    assert "/conv_bwd_data" in first["paths"]
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)

@@ -62,10 +62,12 @@ def test_large_bodies_wait_unread_until_those_before_them_are_computed(
             for _ in range(14)
         ]
         assert backend.started.acquire(timeout=60)
-        until(lambda: server.hub.scheduler.waiting == most_ahead - 1)
+        # All have come: one is computed, the others wait for that or are in line.
+        until(lambda: f"convgrad_queue_depth {14.0 - 1}" in server.get("/metrics").text)
+        assert server.hub.scheduler.waiting == most_ahead - 1
         small = posting.submit(server.post)  # passes those in line
-        until(lambda: server.hub.scheduler.waiting == most_ahead)
-        assert f"convgrad_queue_depth {14.0 - 1 + 1}" in server.get("/metrics").text
+        until(lambda: f"convgrad_queue_depth {14.0 - 1 + 1}" in server.get("/metrics").text)
+        assert server.hub.scheduler.waiting == most_ahead
         backend.release.set()
         assert [answer.result(60).status_code for answer in [*answers, small]] == [200] * 15
 

@@ -11,15 +11,18 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import grpc
 import httpx
 import pytest
 
 from convgrad_service.server.command import serve, setting_fields
 from tests.support.http_server import EXAMPLE, JSON
+from tests.support.raw_http import post_head
 from tests.support.tls_files import TlsFiles
 from tests.support.tree_server import until
 
@@ -103,6 +106,41 @@ def test_it_serves_until_interrupted(
         assert re.search(answered, err)
     assert "Traceback" not in err
     assert not port_file.exists()
+
+
+def test_a_second_signal_ends_it_at_once_and_without_tracebacks(
+    serving: tuple[subprocess.Popen[str], Path],
+) -> None:
+    process, port_file = serving
+    port = int(port_file.read_text())
+    assert process.stdout is not None
+    process.stdout.readline()
+    grpc_address = process.stdout.readline().strip().rpartition("/")[2]
+    stalled = threading.Event()
+
+    def never() -> Iterator[bytes]:
+        stalled.wait(60)
+        yield b""
+
+    with (
+        socket.create_connection(("127.0.0.1", port)) as half_sent,
+        grpc.insecure_channel(grpc_address) as channel,
+        httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client,
+    ):
+        half_sent.sendall(post_head(1000) + b"{")
+        call = channel.stream_unary("/inference.GRPCInferenceService/ModelInfer").future(never())
+        assert client.get("/v2/health/ready").status_code == 200
+        process.send_signal(signal.SIGTERM)
+        until(lambda: client.get("/v2/health/ready").status_code == 503)
+        process.send_signal(signal.SIGTERM)
+        # Half a minute if it waited for the client, see shutdown_grace_s.
+        _, err = process.communicate(timeout=20)
+        stalled.set()
+        assert half_sent.recv(100) == b""
+        assert call.exception(60) is not None
+    assert process.returncode == 0, err
+    assert "Traceback" not in err
+    assert "code=cancelled" in err
 
 
 def test_a_service_manager_starts_it_and_asks_for_a_reload(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ from convgrad_service.http_api.codecs import REQUEST_FORMATS, RESPONSE_FORMATS, 
 from convgrad_service.http_api.examinations import PlanTransport, TimeTransport, VerifyTransport
 from convgrad_service.http_api.middleware import ExchangeApp, ExchangeMiddleware, context_of
 from convgrad_service.http_api.oip import add_oip
-from convgrad_service.http_api.openapi import install_openapi
+from convgrad_service.http_api.openapi import add_openapi
 from convgrad_service.http_api.problem_details import from_http_exception, problem_details
 from convgrad_service.http_api.stored_tensors import stored_routes
 from convgrad_service.http_api.transport import Endpoint, HttpTransport
@@ -105,7 +105,8 @@ def app_on(
         summary="Gradients of convolution and pooling layers as a service.",
         version=_version.__version__,
         lifespan=lifespan,
-        docs_url=None,  # ours, from local files; see add_docs
+        openapi_url=None,  # ours: see add_openapi, add_docs
+        docs_url=None,
         redoc_url=None,
         redirect_slashes=False,  # a redirected POST sends its tensors twice
         generate_unique_id_function=lambda route: route.name,
@@ -141,7 +142,7 @@ def app_on(
     app.router.routes.extend(stored_routes(pipeline, settings))
     add_docs(app)
     add_page(app)
-    install_openapi(app, settings)
+    add_openapi(app, settings)
     app.add_exception_handler(HTTPException, _answer_http_exception)
     keys = KeyRing(settings.api_keys, settings.key_limits) if settings.api_keys else None
     inner = partial(FastAPI.__call__, app)

@@ -109,7 +109,7 @@ class ExchangeMiddleware:
             found = self.endpoints.get(path) if scope["method"] == "POST" else None
             await (found or self.app)(scope, exchange.receive, exchange.send)
         except ClientDisconnected:
-            context.code = "client-gone"
+            context.code = "cancelled" if self.pipeline.aborted else "client-gone"
         except ServiceError as error:
             await exchange.refuse(error)
         except asyncio.CancelledError:

@@ -6,15 +6,17 @@ accept. FastAPI describes the other routes (health, metrics), and the operations
 
 from __future__ import annotations
 
+import asyncio
+import json
 from collections.abc import Iterable, Mapping
 from inspect import cleandoc
 from typing import Any
 
 import numpy as np
-from fastapi import FastAPI
+from fastapi import FastAPI, Request, Response
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
-from pydantic.json_schema import models_json_schema
+from pydantic.json_schema import JsonSchemaMode
 
 from convgrad.contract import OPERATIONS, Operation, Report, validate
 from convgrad.contract.examinations import PLANS, TIMINGS, VERIFICATIONS, operation_examined
@@ -95,15 +97,24 @@ _EXAMINATIONS: Mapping[str, tuple[type[BaseModel], str]] = {
 _REPORT_HEADER = {REPORT_HEADER: header("How an answer in .npy or .npz was computed, as JSON.")}
 
 
-def install_openapi(app: FastAPI, settings: Settings) -> None:
-    """Make ``app.openapi()`` return the whole document, built on first use."""
+def add_openapi(app: FastAPI, settings: Settings) -> None:
+    """Add ``/openapi.json`` to ``app``, and make ``app.openapi()`` return the whole document.
 
-    def openapi() -> dict[str, Any]:
-        if app.openapi_schema is None:
-            app.openapi_schema = _document(app, settings)
-        return app.openapi_schema
+    Making it takes half a second. It is made in a thread, on the first request for it.
+    """
+    making: asyncio.Future[bytes] | None = None
+    app.openapi = lambda: _document(app, settings)  # type: ignore[method-assign]
 
-    app.openapi = openapi  # type: ignore[method-assign] # FastAPI's documented way
+    @app.get("/openapi.json", include_in_schema=False)
+    async def openapi(request: Request) -> Response:
+        nonlocal making
+        if making is None:
+            made = asyncio.to_thread(lambda: json.dumps(app.openapi()).encode())
+            making = asyncio.ensure_future(made)
+        text = await asyncio.shield(making)
+        if root := request.scope.get("root_path", "").rstrip("/"):
+            text = b'{"servers": [{"url": %s}], ' % json.dumps(root).encode() + text[1:]
+        return Response(text, media_type=JSON)
 
 
 def _document(app: FastAPI, settings: Settings) -> dict[str, Any]:
@@ -115,17 +126,11 @@ def _document(app: FastAPI, settings: Settings) -> dict[str, Any]:
         routes=app.routes,
     )
     requests = (*OPERATIONS.values(), *VERIFICATIONS.values(), *TIMINGS.values())
-    answers = (Report, *(answer for answer, _ in _EXAMINATIONS.values()))
-    models = [
-        *((operation.request, "validation") for operation in requests),
-        *((answer, "serialization") for answer in answers),
-    ]
-    _, definitions = models_json_schema(
-        models,  # type: ignore[arg-type] # literals, widened
-        ref_template=REF.replace("{}", "{model}"),
-    )
     schemas: dict[str, Any] = document.setdefault("components", {}).setdefault("schemas", {})
-    schemas.update(for_generators(definitions["$defs"]))
+    for operation in requests:
+        schemas.update(_schemas(operation.request, "validation"))
+    for answer in (Report, *(answer for answer, _ in _EXAMINATIONS.values())):
+        schemas.update(_schemas(answer, "serialization"))
     schemas.update(named_schemas())
     for methods in document["paths"].values():
         for item in methods.values():
@@ -137,6 +142,16 @@ def _document(app: FastAPI, settings: Settings) -> dict[str, Any]:
     document["paths"] = {**_paths(settings), **document["paths"]}
     _describe_keys(document, required=settings.api_keys is not None)
     return document
+
+
+def _schemas(model: type[BaseModel], mode: JsonSchemaMode) -> dict[str, Any]:
+    """Return the schemas of a model and of those that it refers to, by name.
+
+    Pydantic can do this for all models at once, but then compares each name with all others.
+    """
+    schema = model.model_json_schema(ref_template=REF.replace("{}", "{model}"), mode=mode)
+    found = {**schema.pop("$defs", {}), model.__name__: schema}
+    return {name: for_generators(each) for name, each in found.items()}
 
 
 def _paths(settings: Settings) -> dict[str, Any]:

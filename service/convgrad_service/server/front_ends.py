@@ -101,10 +101,11 @@ async def serve_http(
     try:
         await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
         server.should_exit = True
-        await serving
+        await asyncio.wait([serving])
     finally:
         stopping.cancel()
-        serving.cancel()
+        await server.end(serving)
+    await serving
 
 
 async def serve_grpc(
@@ -125,6 +126,10 @@ async def serve_grpc(
     pipeline = pipeline_on(engine, settings)
     server = GrpcServer(pipeline, settings)
     on_listening(await server.start())
-    await stop.wait()
-    pipeline.draining = True
-    await server.stop(settings.shutdown_grace_s)
+    try:
+        await stop.wait()
+        pipeline.draining = True
+        await server.stop(settings.shutdown_grace_s)
+    except asyncio.CancelledError:
+        await server.stop(0.0)
+        raise

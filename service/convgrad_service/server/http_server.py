@@ -19,6 +19,8 @@ from convgrad_service.server.settings import Settings
 from convgrad_service.server.tls import server_context
 
 _log = logging.getLogger("convgrad.server")
+# How long requests whose connections were aborted may take to notice.
+_END_S = 1.0
 # How long a connection may wait for a request before another connection may take its place.
 _PATIENCE_S = 1.0
 
@@ -90,7 +92,20 @@ class ConvgradServer(uvicorn.Server):
             source.close()
         for handshake in self._handshakes:
             handshake.cancel()
+        if tasks := self.server_state.tasks:
+            # Late requests end as if their clients had gone: uvicorn would cancel them, and log
+            # each with its traceback.
+            self._pipeline.aborted = True
+            for connection in self._connections():
+                connection.transport.abort()
+            await asyncio.wait(tasks, timeout=_END_S)
+        self.force_exit = False  # or else the application would not end
         await super().shutdown(sockets)
+
+    async def end(self, serving: asyncio.Future[None]) -> None:
+        """End ``serving``, which is the result of `serve`, without waiting for requests."""
+        self.should_exit = self.force_exit = True
+        await asyncio.wait([serving])
 
     def _serve_connection(self, connection: socket.socket) -> bool:
         """Serve a connection as uvicorn would; return False if there are too many."""

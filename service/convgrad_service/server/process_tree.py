@@ -167,7 +167,7 @@ class ProcessTree:
         for task in (*self.local_tasks, *self._front_tasks, self._watchdog):
             if task is not None:
                 task.cancel()
-        await asyncio.gather(*self._front_tasks, return_exceptions=True)
+        await asyncio.gather(*self.local_tasks, *self._front_tasks, return_exceptions=True)
         self.hub.close()
         await self.supervisor.stop()
 
