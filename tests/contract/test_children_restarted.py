@@ -14,6 +14,7 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
+import tritonclient.grpc as triton
 
 import convgrad
 from convgrad import Client
@@ -105,6 +106,8 @@ def test_a_child_that_could_not_be_started_is_started_later(
     monkeypatch.undo()
     until(lambda: ready(server))
     assert works(server)
+    with triton.InferenceServerClient(server.grpc) as client:  # the port that it had before
+        assert client.is_server_ready()
     with convgrad.Client(server.url) as client, httpx.Client(base_url=server.url) as raw:
         assert client.conv_bwd_data(ONES, ONES).item() == 2
         text = raw.get("/metrics").text

@@ -217,10 +217,14 @@ class ProcessTree:
         port: asyncio.Future[int],
     ) -> None:
         """Run a front end, and restart it when it ends, until the server drains."""
-        backoff, children = Backoff(), self.hub.children
+        backoff, children, settings = Backoff(), self.hub.children, self._settings
 
         def on_listening(number: int, failure: str | None) -> None:
+            nonlocal settings
             if failure is None:
+                if serve is serve_grpc:
+                    # Of the system's choice, maybe; the next process must listen on the same.
+                    settings = settings.model_copy(update={"grpc_port": number})
                 backoff.succeeded()
                 children.serves(name)
             if port.done():
@@ -232,7 +236,7 @@ class ProcessTree:
 
         while not self.hub.draining:
             try:
-                status = await self._run_front(name, serve, dispatcher, on_listening)
+                status = await self._run_front(name, settings, serve, dispatcher, on_listening)
                 ended = f"ended with {status}"
                 children.ended[name] += 1
             # Any error is retried: otherwise no process would serve the port again.
@@ -261,6 +265,7 @@ class ProcessTree:
     async def _run_front(
         self,
         name: str,
+        settings: Settings,
         serve: Serve,
         dispatcher: ConnectionDispatcher | None,
         on_listening: Callable[[int, str | None], None],
@@ -274,7 +279,7 @@ class ProcessTree:
             process, (channel, connections) = spawn(
                 name,
                 front_main,
-                *(self._settings, serve, self._inline_backend, arena),
+                *(settings, serve, self._inline_backend, arena),
                 descriptors=[arena],
                 # SOCK_SEQPACKET keeps messages apart: each is one connection.
                 sockets=[socket.SOCK_STREAM, socket.SOCK_SEQPACKET],
