@@ -19,7 +19,7 @@ from convgrad.errors import ServiceError
 from convgrad.wire import npy, safetensors
 from convgrad_service.grpc_api.wire import cut_raw_contents, read_infer_request, request_names
 from convgrad_service.http_api.codecs import parse_json_body
-from convgrad_service.http_api.request_head import check_head
+from convgrad_service.http_api.protocol import check_head
 from convgrad_service.oip.fields import array_or_blank
 from convgrad_service.oip.http_json import read_infer_head
 from tests.support.h2_client import large_answer, pool_request

@@ -12,7 +12,7 @@ import pytest
 
 from convgrad.errors import InvalidProblem
 from convgrad.wire import safetensors
-from convgrad_service.http_api import body as module
+from convgrad_service.http_api import connection as module
 from tests.support.fake_backends import Failing, Sums
 from tests.support.http_server import LiveServer, binary_example, serving
 from tests.support.raw_http import MIB, body_and_sum, read_all, read_one, safetensors_request
@@ -70,7 +70,7 @@ def test_most_of_a_large_body_is_read_where_it_belongs(
             landed.append(nbytes)
             super().buffer_updated(nbytes)
 
-    monkeypatch.setattr("convgrad_service.http_api.body.ReceiveInto", Counting)
+    monkeypatch.setattr("convgrad_service.http_api.connection.ReceiveInto", Counting)
     body, expected = body_and_sum(1)
     with summing.connect() as connection:
         connection.sendall(safetensors_request(body))

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from convgrad_service.http_api import middleware
-from convgrad_service.http_api.body import Connection
+from convgrad_service.http_api.connection import Connection
 from tests.support.fake_backends import Sums
 from tests.support.http_server import LiveServer, serving
 from tests.support.raw_http import (

@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from starlette.requests import Request
-from starlette.types import Message, Receive, Scope
-from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+from starlette.types import Message, Receive
 
 from convgrad.errors import DeadlineExceeded, MalformedRequest, PayloadTooLarge, RequestTimeout
 from convgrad_service.engine.admission import CancelScope, ClientDisconnected, Deadline
@@ -23,80 +20,11 @@ from convgrad_service.engine.memory.arena import Lease
 from convgrad_service.engine.options import MAX_TRANSFER_S
 from convgrad_service.engine.request import SMALL_BYTES
 from convgrad_service.engine.telemetry.record import RequestContext
-from convgrad_service.http_api.receive_into import ReceiveInto
+from convgrad_service.http_api.connection import Connection, connection_of
 from convgrad_service.server.settings import Settings
 
 # A smaller rest of a body arrives in one part anyway.
 _DIRECT_BYTES = 128 * 1024
-
-
-CONNECTION = "convgrad.connection"
-"""The key of an ASGI scope under which our protocol offers the exchange's `Connection`."""
-
-
-class Connection:
-    """One exchange's use of a connection, whose ``protocol`` is a `protocol.GuardedProtocol`.
-
-    It is our extension of ASGI for reads and writes past all buffers. Behind any other ASGI server
-    it is missing, and bodies and answers are copied part by part.
-    """
-
-    def __init__(self, protocol: Any) -> None:
-        self._protocol = protocol
-        self._receiving: ReceiveInto | None = None
-        self.cycle: RequestResponseCycle | None = None
-
-    def body_left_bytes(self, content_length: int) -> int:
-        """Return how much of the body the parser has not seen and `receive_into` may receive."""
-        # If the next request has begun, this one's body has been read. TLS copies the data when
-        # decrypting it anyway.
-        protocol, cycle = self._protocol, self.cycle
-        if cycle is None or protocol.cycle is not cycle or protocol.scheme == "https":
-            return 0
-        if protocol.transport.is_closing():
-            return 0  # nothing would arrive, nor would `receive_into` notice
-        # After a whole body the parser may hold a part of the next head.
-        is_parsed = cycle.more_body and self._receiving is None
-        return content_length - int(protocol.parts_bytes) if is_parsed else 0
-
-    def receive_into(self, targets: Sequence[memoryview | int]) -> ReceiveInto:
-        """Receive the rest of the current body, whose length is known, into ``targets``."""
-        protocol, cycle = self._protocol, self._protocol.cycle
-        receiving = self._receiving = ReceiveInto(targets, protocol, protocol.restart_parser)
-        ahead, cycle.body = cycle.body, bytearray()
-        protocol.switch_protocol(receiving)
-        receiving.take(ahead)
-        return receiving
-
-    def stop_receiving(self) -> None:
-        """Stop writing to the targets of `receive_into`: drop the rest of the body."""
-        assert self._receiving is not None  # noqa: S101
-        # Not to the parser, which has not seen what was received in place.
-        protocol, left_bytes = self._protocol, self._receiving.left_bytes
-        protocol.switch_protocol(ReceiveInto([left_bytes], protocol, protocol.restart_parser))
-
-    def watch(self, on_disconnect: Callable[[], None] | None) -> None:
-        """Call ``on_disconnect`` if the client closes the connection; None stops that."""
-        self._protocol.on_disconnect, self._protocol.watching = on_disconnect, self.cycle
-        if on_disconnect is not None and self._protocol.transport.is_closing():
-            on_disconnect()
-
-    @contextmanager
-    def unbuffered(self) -> Iterator[None]:
-        """Have writes within the block wait until their bytes have been sent."""
-        transport = self._protocol.transport
-        if not transport.is_closing():
-            transport.set_write_buffer_limits(high=0)
-        try:
-            yield
-        finally:
-            if not transport.is_closing():
-                transport.set_write_buffer_limits()
-
-
-def connection_of(scope: Scope) -> Connection | None:
-    """Return the connection of an exchange if the server offers one and TLS is off."""
-    return None if scope.get("scheme") == "https" else scope.get(CONNECTION)
 
 
 @dataclass(slots=True)

@@ -31,9 +31,8 @@ from convgrad_service.engine.telemetry.record import (
     access,
 )
 from convgrad_service.engine.telemetry.tracing import Traces
-from convgrad_service.http_api.body import connection_of
+from convgrad_service.http_api.connection import ReceiveInto, connection_of
 from convgrad_service.http_api.problem_details import internal, problem_details
-from convgrad_service.http_api.receive_into import ReceiveInto
 from convgrad_service.security.keys import KEY_REFUSALS, KeyRing, require_path
 
 _KEY = "convgrad.context"

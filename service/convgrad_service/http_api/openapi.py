@@ -127,9 +127,10 @@ def _document(app: FastAPI, settings: Settings) -> dict[str, Any]:
     )
     requests = (*OPERATIONS.values(), *VERIFICATIONS.values(), *TIMINGS.values())
     schemas: dict[str, Any] = document.setdefault("components", {}).setdefault("schemas", {})
+    answers: list[type[BaseModel]] = [Report, *(answer for answer, _ in _EXAMINATIONS.values())]
     for operation in requests:
         schemas.update(_schemas(operation.request, "validation"))
-    for answer in (Report, *(answer for answer, _ in _EXAMINATIONS.values())):
+    for answer in answers:
         schemas.update(_schemas(answer, "serialization"))
     schemas.update(named_schemas())
     for methods in document["paths"].values():

@@ -9,9 +9,10 @@ RFC 9112 forbids.
 from __future__ import annotations
 
 import asyncio
+import re
 import uuid
 from asyncio.events import TimerHandle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, cast
 
 import httptools
@@ -22,20 +23,22 @@ from uvicorn.protocols.http.httptools_impl import (
 )
 
 from convgrad.errors import MalformedRequest, Overloaded, RequestTimeout, ServiceError
+from convgrad.wire.sentences import shown
 from convgrad_service.engine.options import MAX_TRANSFER_S
-from convgrad_service.http_api.body import CONNECTION, Connection
+from convgrad_service.http_api.connection import (
+    CONNECTION,
+    CoalescedWriter,
+    Connection,
+    ReadInParts,
+)
 from convgrad_service.http_api.problem_details import HeadRefused, problem_details
-from convgrad_service.http_api.receive_into import Forwarding
-from convgrad_service.http_api.request_head import check_head
 from convgrad_service.server.settings import Settings
 
 # A body of more parts than this is refused if they are smaller than this on average: it would take
 # a call of the parser for every byte or two.
 _MANY_PARTS, _SMALL_PART_BYTES = 4096, 64
 _MAX_PIPELINED = 16
-# Longer parts of an answer are not copied.
-_JOINED_BYTES = 64 * 1024
-_INTERIM = b"HTTP/1.1 1"  # 100 Continue: nothing follows until the client sends its body
+_HOST = re.compile(rb"[A-Za-z0-9\-._~!$&'()*+,;=:%\[\]]*")
 
 
 class GuardedProtocol(HttpToolsProtocol):
@@ -334,52 +337,27 @@ def _stop(timer: TimerHandle | None) -> None:
         timer.cancel()
 
 
-class ReadInParts(Forwarding):
-    """Passes data on in parts of a limited size; uvloop alone would read up to 256 KB at a time.
+def check_head(version: str, headers: Sequence[tuple[bytes, bytes]]) -> None:
+    """Raise HeadRefused for heads that RFC 9112 forbids; header names are in lower case.
 
-    The part of a body that arrives together with the head is copied twice, and is held in memory
-    while the request waits to be admitted.
+    That is another version than HTTP/1.0 or 1.1, a missing, repeated or invalid Host, and a
+    transfer coding other than chunked, or any in HTTP/1.0.
     """
-
-    # Shared by all connections: the data is copied before anything else is read.
-    _shared = memoryview(bytearray(64 * 1024))
-
-    def get_buffer(self, sizehint: int) -> memoryview:
-        return self._shared
-
-    def buffer_updated(self, nbytes: int) -> None:
-        self._behind.data_received(bytes(self._shared[:nbytes]))
-
-
-class CoalescedWriter:
-    """The part of a transport that uvicorn's cycle of one answer uses."""
-
-    def __init__(self, transport: asyncio.Transport) -> None:
-        self._transport = transport
-        self._head: bytes | None = None
-        self._has_head = False
-
-    def write(self, data: bytes | memoryview) -> None:
-        """Write; hold an answer's head back until the next write."""
-        if self._head is not None:
-            head, self._head = self._head, None
-            if len(data) <= _JOINED_BYTES:
-                data = b"".join((head, data))
-            else:
-                self._transport.write(head)
-        elif not self._has_head and bytes(data[: len(_INTERIM)]) != _INTERIM:
-            self._has_head = True
-            self._head = bytes(data)
-            return
-        self._transport.write(data)
-
-    def close(self) -> None:
-        """Close the transport, after flushing."""
-        if self._head is not None:
-            self._transport.write(self._head)
-            self._head = None
-        self._transport.close()
-
-    def is_closing(self) -> bool:
-        """See `asyncio.BaseTransport`."""
-        return self._transport.is_closing()
+    if version not in ("1.0", "1.1"):
+        raise HeadRefused(505, f"the request is in HTTP/{version}; expected HTTP/1.1")
+    hosts = [value for name, value in headers if name == b"host"]
+    listed = b",".join([value for name, value in headers if name == b"transfer-encoding"])
+    if len(hosts) != 1 and (hosts or version == "1.1"):
+        raise HeadRefused(400, f"the request has {len(hosts)} Host headers; expected one")
+    if hosts and not _HOST.fullmatch(hosts[0]):
+        raise HeadRefused(400, f"Host is {shown(hosts[0].decode('latin-1'))}, not a valid host")
+    if listed and version == "1.0":
+        raise HeadRefused(400, "HTTP/1.0 has no Transfer-Encoding")
+    codings = [coding.strip().lower() for coding in listed.split(b",")] if listed else []
+    if codings not in ([], [b"chunked"]):
+        # Only chunked, as the last coding, delimits the body.
+        framed = codings[-1] == b"chunked" and codings.count(b"chunked") == 1
+        raise HeadRefused(
+            501 if framed else 400,
+            f"Transfer-Encoding is {shown(listed.decode('latin-1'))}; expected chunked alone",
+        )

@@ -22,8 +22,9 @@ from convgrad_service.engine.memory.arena import Lease
 from convgrad_service.engine.pipeline import Pipeline
 from convgrad_service.engine.scheduling.quotas import Ticket
 from convgrad_service.engine.shm.stored import TensorStore
-from convgrad_service.http_api.body import Body, connection_of
+from convgrad_service.http_api.body import Body
 from convgrad_service.http_api.codecs import JSON, SAFETENSORS, described_tensor, parse_json_body
+from convgrad_service.http_api.connection import connection_of
 from convgrad_service.http_api.content_types import (
     choose_accepted,
     match_content_type,

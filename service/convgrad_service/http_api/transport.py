@@ -24,7 +24,8 @@ from convgrad_service.engine.execution import Execution, Source
 from convgrad_service.engine.memory.arena import Lease
 from convgrad_service.engine.pipeline import Pipeline, Transport
 from convgrad_service.engine.request import SMALL_BYTES, ComputeRequest
-from convgrad_service.http_api.body import CONNECTION, Body, Connection, WholeBody, connection_of
+from convgrad_service.http_api.body import Body, WholeBody
+from convgrad_service.http_api.connection import CONNECTION, Connection, connection_of
 from convgrad_service.http_api.content_types import refuse_encoded
 from convgrad_service.http_api.middleware import context_of
 from convgrad_service.http_api.problem_details import Headers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from convgrad_service.http_api.protocol import CoalescedWriter
+from convgrad_service.http_api.connection import CoalescedWriter
 
 
 class Recorder:
