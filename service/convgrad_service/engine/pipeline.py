@@ -105,7 +105,9 @@ class Pipeline:
     def __init__(self, engine: Engine, *, limits: Limits, codec_threads: int = 2) -> None:
         self.engine = engine
         self.limits = limits
-        self.draining = self.aborted = False
+        self.draining = False
+        self.aborted = False
+        """The server ends without waiting for its requests, whose connections it has closed."""
         self.gate = AdmissionGate(
             lambda: engine.room if not self.draining else _ROOM_WHILE_DRAINING,
             lambda: _AHEAD + 2 * engine.slots if not self.draining else _ROOM_WHILE_DRAINING,
