@@ -11,8 +11,8 @@ import mmap
 import os
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, Protocol
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,7 @@ from convgrad_service.backends.base import (
     DeviceMemory,
     DeviceTensor,
     MappingGuard,
+    ServingBackend,
     guard_mapping,
 )
 from convgrad_service.engine.shm.registry import RegionSlice
@@ -31,16 +32,8 @@ from convgrad_service.problems.base import TensorSpec
 _ALIGNMENT_BYTES = 64
 
 
-class Adopter(Protocol):
-    """Prepares host memory for transfers, such as a `ServingBackend`."""
-
-    def adopt(self, address: int, size_bytes: int) -> None: ...
-
-    def disown(self, address: int) -> None: ...
-
-
 class _Mapping:
-    def __init__(self, descriptor: int, end: int, adopter: Adopter | None) -> None:
+    def __init__(self, descriptor: int, end: int, backend: ServingBackend) -> None:
         size_bytes = min(os.fstat(descriptor).st_size, end)
         if size_bytes == 0:  # it has become empty; mmap would map what it has become since
             raise truncated()
@@ -58,31 +51,25 @@ class _Mapping:
         self.bytes = np.frombuffer(memory, np.uint8)
         address = int(self.bytes.ctypes.data)
         self.guard = guard_mapping(address, size_bytes)
-        if adopter is not None:
-            adopter.adopt(address, size_bytes)
-        finalizer = weakref.finalize(self.bytes, _unmap, memory, self.guard, adopter, address)
+        backend.adopt(address, size_bytes)
+        finalizer = weakref.finalize(self.bytes, _unmap, memory, self.guard, backend, address)
         finalizer.atexit = False
 
 
-def _unmap(memory: mmap.mmap, guard: MappingGuard, adopter: Adopter | None, address: int) -> None:
+def _unmap(memory: mmap.mmap, guard: MappingGuard, backend: ServingBackend, address: int) -> None:
     """Clean up once the last array of a mapping is gone.
 
     ``memory`` is referenced until the end so that no other mapping can get its address before.
     """
     guard.remove()
-    if adopter is not None:
-        adopter.disown(address)
+    backend.disown(address)
 
 
 class RegionMappings:
-    """Mappings by the hub's region number. Safe to use from any thread."""
+    """Mappings, for a backend, by the hub's region number. Safe to use from any thread."""
 
-    def __init__(
-        self,
-        open_handle: Callable[[bytes, int], DeviceMemory],
-        adopter: Adopter | None = None,
-    ) -> None:
-        self._open_handle, self._adopter = open_handle, adopter
+    def __init__(self, backend: ServingBackend) -> None:
+        self._backend = backend
         self._mappings: dict[int, _Mapping] = {}
         self._refused: dict[int, str] = {}
         self._on_device: dict[int, DeviceMemory] = {}
@@ -102,7 +89,7 @@ class RegionMappings:
             if number in self._mappings:
                 return
             try:
-                self._mappings[number] = _Mapping(descriptor, end, self._adopter)
+                self._mappings[number] = _Mapping(descriptor, end, self._backend)
             except InvalidProblem as error:
                 self._refused[number] = error.detail
                 raise
@@ -118,7 +105,7 @@ class RegionMappings:
         """
         with self._opening:
             if number not in self._on_device:
-                self._on_device[number] = self._open_handle(handle, size_bytes)
+                self._on_device[number] = self._backend.open_handle(handle, size_bytes)
 
     def close(self, number: int) -> None:
         """Unmap a region that is no longer in use."""

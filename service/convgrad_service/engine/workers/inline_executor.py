@@ -104,7 +104,7 @@ class InlineExecutor:
             return None  # computing would disturb it
         if self._backend is None:
             self._backend = self._inline_backend.make()
-            self._mappings = RegionMappings(self._backend.open_handle)
+            self._mappings = RegionMappings(self._backend)
             if self._regions is not None:
                 self._regions.on_closed.append(self._mappings.close)
         if regions and not self._opened(regions):

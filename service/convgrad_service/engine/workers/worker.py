@@ -124,7 +124,7 @@ class _Worker:
     ) -> None:
         self._backend, self._arena = backend, arena
         self._jobs, self._control, self._files = jobs, control, files
-        self._mappings = RegionMappings(backend.open_handle, backend)
+        self._mappings = RegionMappings(backend)
         self._layouts: dict[int, TensorLayout] = {}
         self._receiving = threading.Lock()
         # Guards the attributes below, except for `_compiled`.

@@ -45,7 +45,7 @@ def stated(case: Case, tensors: Arrays, **more: Any) -> Problem:
 def computed(layout: TensorLayout, tensors: Arrays, order: list[int] | None) -> Arrays:
     """Run a job's parts in this order and add them up; with None, run it as a single task."""
     arena = Arena.create(max(4096, layout.size_bytes))
-    segments = RegionMappings(BACKEND.open_handle)
+    segments = RegionMappings(BACKEND)
     try:
         for name, spec, offset, _ in layout.inputs:
             assert offset is not None

@@ -200,7 +200,7 @@ def test_file_may_be_unlinked_after_registration(regions: RegionRegistry, key: s
     regions.register("", RegionInfo("a", key, 0, PAGE))
     (SHM / key[1:]).unlink()
     (place,) = regions.acquire([RegionPart("", "a", 8, 8)])
-    mappings = RegionMappings(Zeros().open_handle)
+    mappings = RegionMappings(Zeros())
     _map(mappings, regions, place)
     array = mappings.array(place, TensorSpec((2,), DType.FLOAT32))
     array[:] = (1, 2)
@@ -218,7 +218,7 @@ def _map(mappings: RegionMappings, regions: RegionRegistry, place: RegionSlice) 
 def test_truncated_file_reads_as_zeros_and_is_detected(regions: RegionRegistry, key: str) -> None:
     regions.register("", RegionInfo("a", key, 0, 4 * PAGE))
     (place,) = regions.acquire([RegionPart("", "a", 0, 4 * PAGE)])
-    mappings = RegionMappings(Zeros().open_handle)
+    mappings = RegionMappings(Zeros())
     _map(mappings, regions, place)
     array = mappings.array(place, TensorSpec((PAGE,), DType.FLOAT32))
     array[:] = 1
@@ -257,11 +257,12 @@ memory[0]
     assert done.returncode == -signal.SIGBUS
 
 
-def test_adopter_is_called_before_first_use_and_before_unmapping(
+def test_the_backend_is_told_before_first_use_and_before_unmapping(
     regions: RegionRegistry, key: str
 ) -> None:
-    class Adopter:
+    class Adopting(Zeros):
         def __init__(self) -> None:
+            super().__init__()
             self.held: dict[int, int] = {}
 
         def adopt(self, address: int, size_bytes: int) -> None:
@@ -270,16 +271,16 @@ def test_adopter_is_called_before_first_use_and_before_unmapping(
         def disown(self, address: int) -> None:
             del self.held[address]
 
-    adopter = Adopter()
-    mappings = RegionMappings(Zeros().open_handle, adopter)
+    backend = Adopting()
+    mappings = RegionMappings(backend)
     regions.register("", RegionInfo("a", key, 0, PAGE))
     (place,) = regions.acquire([RegionPart("", "a", 0, 4)])
     _map(mappings, regions, place)
     _map(mappings, regions, place)  # a second open does nothing
     array = mappings.array(place, TensorSpec((1,), DType.FLOAT32))
-    assert adopter.held == {array.ctypes.data: PAGE}  # and not the rest of the file
+    assert backend.held == {array.ctypes.data: PAGE}  # and not the rest of the file
     mappings.close(place.region)
-    assert adopter.held  # a kernel may still use it
+    assert backend.held  # a kernel may still use it
     del array
-    assert not adopter.held
+    assert not backend.held
     regions.release([place])
