@@ -25,6 +25,9 @@ def configure_logs(level: str, format: LogFormat = "text") -> None:
     if format == "json":
         # gRPC's library writes its own lines, such as those of failed handshakes.
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    # What no format shows need not be found out for every record (Python's logging HOWTO).
+    logging._srcfile = None
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     handler = logging.StreamHandler()
     handler.setFormatter(_JsonFormatter() if format == "json" else _TextFormatter())
     for name in ("convgrad", "convgrad_service", "uvicorn", "py.warnings"):

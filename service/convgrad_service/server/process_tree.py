@@ -333,6 +333,7 @@ async def run_until_signalled(tree: ProcessTree, started: Callable[[int], None])
             second = asyncio.ensure_future(signals.get())
             await asyncio.wait({stopping, second}, return_when=asyncio.FIRST_COMPLETED)
             second.cancel()
+            stopping.cancel()
     finally:
         starting.cancel()
         with contextlib.suppress(asyncio.CancelledError, Exception):

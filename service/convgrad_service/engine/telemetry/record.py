@@ -365,24 +365,12 @@ class ExchangeLine:
         }
 
     def __str__(self) -> str:
-        # Not built from `fields`: this runs for every request and would slow small ones down.
-        context = self._context
-        key = f" key={context.owner}" if context.owner else ""
-        fields = " ".join(
-            [f"{name}={_quoted(value)}" for name, value in self._transport_fields.items()]
-        )
-        trace = f" trace_id={trace_id}" if (trace_id := context.trace_id) else ""
-        stages = "".join(
-            [f" {stage}_s={seconds:.6f}" for stage, seconds in context.timings.stages_s.items()]
-        )
-        return (
-            f"request_id={_quoted(context.request_id)}{key} {fields} code={context.code} "
-            f"received_bytes={context.received_bytes} sent_bytes={context.sent_bytes} "
-            f"client={context.client}{trace} total_s={self._total_s:.6f}{stages}"
-        )
+        return " ".join([f"{name}={_shown(value)}" for name, value in self.fields().items()])
 
 
-def _quoted(value: str | int) -> str:
+def _shown(value: str | int | float) -> str:
+    if isinstance(value, float):
+        return f"{value:.6f}"
     if isinstance(value, int):
         return str(value)
     # A path or an id with spaces or quotes must not be able to forge other fields of the line.

@@ -47,17 +47,7 @@ class _Engine(Protocol):
 class _Trials:
     """The runs of one layout. The minimum counts: other load on the cores only adds to it."""
 
-    __slots__ = ("best_s", "runs")
-
-    def __init__(self) -> None:
-        self.runs, self.best_s = 0, math.inf
-
-    def add(self, seconds: float) -> None:
-        self.runs, self.best_s = self.runs + 1, min(self.best_s, seconds)
-
-    @property
-    def too_slow(self) -> bool:
-        return self.best_s > _MAX_SECONDS and self.runs >= _TRIALS
+    runs, best_s = 0, math.inf
 
 
 class InlineExecutor:
@@ -98,7 +88,9 @@ class InlineExecutor:
         Raises what the backend raises, and InvalidProblem if a client truncated its shared memory.
         """
         trials = self._trials.get(layout)
-        if trials is None or trials.too_slow or self._engine.backend != self._inline_backend.name:
+        if trials is None or self._engine.backend != self._inline_backend.name:
+            return None
+        if trials.best_s > _MAX_SECONDS and trials.runs >= _TRIALS:
             return None
         if self._engine.timing:
             return None  # computing would disturb it
@@ -111,7 +103,7 @@ class InlineExecutor:
             return None
         job = Job(layout, base, regions)
         result = run_job(self._backend, self._engine.arena, self._mappings, job)
-        trials.add(result.compute_s)
+        trials.runs, trials.best_s = trials.runs + 1, min(trials.best_s, result.compute_s)
         return result
 
     def _opened(self, regions: tuple[RegionSlice, ...]) -> bool:
