@@ -115,6 +115,24 @@ def test_a_child_that_could_not_be_started_is_started_later(
     assert any(child in line for line in failures), text
 
 
+def test_nobody_is_refused_while_the_grpc_front_end_is_started_again(server: TreeServer) -> None:
+    inputs = []
+    for name, shape in (("grad_output", (64, 64, 8, 8)), ("weight", (64, 64, 1, 1))):
+        inputs.append(triton.InferInput(name, shape, "FP32"))
+        inputs[-1].set_data_from_numpy(np.ones(shape, np.float32))
+    for _ in range(2):
+        until(lambda: ready(server))
+        killed = server.tree.processes["grpc"]
+        os.kill(killed, signal.SIGKILL)
+        until(lambda: server.tree.processes.get("grpc") != killed)
+        with triton.InferenceServerClient(server.grpc) as client:
+            answer = client.infer("conv_bwd_data", inputs, client_timeout=60)
+        output = answer.as_numpy("grad_input")
+        assert output.shape == (64, 64, 8, 8)
+        assert (output == 64**3 + 64**2).all()  # of this backend: the sum of all inputs
+    until(lambda: ready(server))
+
+
 def test_a_child_is_started_when_connections_hold_all_descriptors(server: TreeServer) -> None:
     held: list[int] = []
     failed_starts = server.tree.hub.children.failed_starts

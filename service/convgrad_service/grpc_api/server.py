@@ -144,10 +144,15 @@ class DescribingMethods:
 
 
 class GrpcServer:
-    """Serves a pipeline over gRPC on the running event loop, from `start` to `stop`."""
+    """Serves a pipeline over gRPC on the running event loop, from `start` to `stop`.
 
-    def __init__(self, pipeline: Pipeline, settings: Settings) -> None:
-        self._settings = settings
+    With ``shared_port`` other sockets may listen on that port too, see `SharedPort`.
+    """
+
+    def __init__(
+        self, pipeline: Pipeline, settings: Settings, shared_port: int | None = None
+    ) -> None:
+        self._settings, self._shared_port = settings, shared_port
         keys = KeyRing(settings.api_keys, settings.key_limits) if settings.api_keys else None
         self._traces = traces_to(settings.otlp_endpoint) if settings.otlp_endpoint else None
         self._exchanges = Exchanges(pipeline.engine, keys, self._traces)
@@ -180,12 +185,13 @@ class GrpcServer:
         OSError
             The address or port is not available.
         """
-        settings = self._settings
-        self._server = grpc.aio.server(
-            handlers=[MethodHandlers(self.handlers, self._exchanges)], options=_options(settings)
-        )
+        settings, shared_port = self._settings, self._shared_port
+        handlers = [MethodHandlers(self.handlers, self._exchanges)]
+        # Otherwise a port that is taken is an error.
+        options = [("grpc.so_reuseport", int(shared_port is not None)), *_options(settings)]
+        self._server = grpc.aio.server(handlers=handlers, options=options)
         host = settings.http_host
-        address = f"{f'[{host}]' if ':' in host else host}:{settings.grpc_port}"
+        address = f"{f'[{host}]' if ':' in host else host}:{shared_port or settings.grpc_port}"
         pem = newest_pem(settings)
         try:
             if pem is None:
@@ -231,7 +237,6 @@ def _options(settings: Settings) -> list[tuple[str, int]]:
         return max(1, round(1e3 * seconds))
 
     return [
-        ("grpc.so_reuseport", 0),  # a port that is taken is an error
         ("grpc.max_receive_message_length", int(settings.grpc_max_message_bytes)),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
         ("grpc.per_message_decompression", 0),  # see wire.py

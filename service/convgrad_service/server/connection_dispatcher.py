@@ -1,13 +1,17 @@
-"""Accepts connections and serves them in this process or dispatches them to others, round robin.
+"""Accepts connections and serves them in this process or passes them to others.
 
 If several processes accept from one socket, one of them gets most of the connections that arrive
 together, and the others idle. Instead the hub accepts all of them. Passing a connection to another
 process costs a tenth of a millisecond, once per connection.
+
+grpcio takes neither connections nor a listening socket, so the gRPC front end listens itself.
+`SharedPort` listens in its place while it is started.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 from collections import deque
@@ -22,6 +26,8 @@ _ERROR_PAUSE_S = 0.1
 _ERROR_LOG_INTERVAL_S = 10.0
 # Pause after a connection was refused because there are too many.
 _REFUSED_PAUSE_S = 0.01
+# Connections that wait for a front end, and the size of one read from them.
+_MAX_HELD, _RELAYED_BYTES = 256, 2**16
 
 ConnectionHandler = Callable[[socket.socket], bool]
 """Takes ownership of a connection; returns False if it refused it."""
@@ -141,3 +147,83 @@ class ConnectionDispatcher:
                     continue  # the process has ended, or does not read, with too many on the way
                 return True
         return False
+
+
+class SharedPort:
+    """A port on which a front end listens itself, with SO_REUSEPORT, whenever it is there.
+
+    While it is not, this process listens, so that nobody is refused; what connects meanwhile is
+    relayed to the front end once it listens. Takes over a bound socket; raises OSError if another
+    program listens there. Use on the event loop's thread.
+    """
+
+    def __init__(self, bound: socket.socket) -> None:
+        self._address = bound.getsockname()
+        self.number: int = self._address[1]
+        self._held: list[socket.socket] = []
+        self._relays: set[asyncio.Task[None]] = set()
+        self._is_closed = False
+        self._listen(bound)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+
+    def add(self, _: socket.socket) -> None:
+        """Relay what has connected: the front end listens."""
+        self._stop_listening()
+        for connection in self._held:
+            relay = asyncio.ensure_future(_relay(connection, self._address[:2]))
+            self._relays.add(relay)
+            relay.add_done_callback(self._relays.discard)
+        self._held.clear()
+
+    def remove(self, receiver: socket.socket) -> None:
+        """Listen, unless closed: the front end has ended. ``receiver`` is closed."""
+        receiver.close()
+        if self._is_closed:
+            return
+        # Without a descriptor for it, connections are refused until the front end is back.
+        with contextlib.suppress(OSError):
+            bound = socket.socket(socket.AF_INET6 if len(self._address) == 4 else socket.AF_INET)
+            for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
+                bound.setsockopt(socket.SOL_SOCKET, option, 1)
+            bound.bind(self._address)
+            self._listen(bound)
+
+    def close(self) -> None:
+        """Listen no more, even once the front end has ended; relays go on."""
+        self._is_closed = True
+        self._stop_listening()
+        for connection in self._held:
+            connection.close()
+
+    def _listen(self, bound: socket.socket) -> None:
+        self._bound, self._source = bound, ConnectionSource(bound, self._hold)
+        self._source.open()
+
+    def _stop_listening(self) -> None:
+        if self._bound.fileno() >= 0:
+            self._source.close()
+            self._bound.close()
+
+    def _hold(self, connection: socket.socket) -> bool:
+        if has_room := len(self._held) < _MAX_HELD:
+            self._held.append(connection)
+        else:
+            connection.close()
+        return has_room
+
+
+async def _relay(connection: socket.socket, address: tuple[str, int]) -> None:
+    """Pass on what the two ends of a connection send, until one of them closes it."""
+    with contextlib.suppress(OSError):
+        reader, writer = await asyncio.open_connection(sock=connection)
+        other_reader, other_writer = await asyncio.open_connection(*address)
+        await asyncio.gather(_copy(reader, other_writer), _copy(other_reader, writer))
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    try:
+        while data := await reader.read(_RELAYED_BYTES):
+            writer.write(data)
+            await writer.drain()
+    finally:
+        writer.close()

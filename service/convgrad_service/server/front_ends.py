@@ -113,8 +113,12 @@ async def serve_grpc(
     settings: Settings,
     on_listening: Callable[[int], None],
     stop: asyncio.Event,
+    *,
+    shared_port: int | None = None,
 ) -> None:
     """Serve gRPC in this process until ``stop`` is set, then let running calls finish.
+
+    It listens on the ``shared_port`` with SO_REUSEPORT, or on that of the settings alone.
 
     Raises
     ------
@@ -124,7 +128,7 @@ async def serve_grpc(
     from convgrad_service.grpc_api.server import GrpcServer
 
     pipeline = pipeline_on(engine, settings)
-    server = GrpcServer(pipeline, settings)
+    server = GrpcServer(pipeline, settings, shared_port)
     on_listening(await server.start())
     try:
         await stop.wait()

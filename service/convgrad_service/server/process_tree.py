@@ -35,7 +35,7 @@ from convgrad_service.server.composition import (
     freeze_startup_objects,
     worker_recipe,
 )
-from convgrad_service.server.connection_dispatcher import ConnectionDispatcher
+from convgrad_service.server.connection_dispatcher import ConnectionDispatcher, SharedPort
 from convgrad_service.server.front_ends import Serve, front_main, serve_grpc, serve_http
 from convgrad_service.server.http_server import listening_socket
 from convgrad_service.server.metrics import add_connection_metrics, add_metrics, add_process_metrics
@@ -76,6 +76,7 @@ class ProcessTree:
         self._front_tasks: list[asyncio.Task[None]] = []
         self.local_tasks: list[asyncio.Task[None]] = []
         self._watchdog: asyncio.Task[None] | None = None
+        self._grpc_port: SharedPort | None = None
         self._stop_front_ends = asyncio.Event()
         self._stop_management = asyncio.Event()
         self._metrics: Metrics
@@ -131,7 +132,9 @@ class ProcessTree:
             await self._serve_locally(partial(serve_http, source=self._listening), stop)
             self._front_tasks += self.local_tasks
             return grpc_port
-        grpc = self._start_front("convgrad-grpc", serve_grpc, None)
+        self._grpc_port = shared = self._shared_port()
+        serve = partial(serve_grpc, shared_port=shared.number)
+        grpc = self._start_front("convgrad-grpc", serve, shared)
         dispatcher = ConnectionDispatcher(self._listening)
         http = [
             self._start_front(f"convgrad-http-{number}", serve_http, dispatcher)
@@ -151,6 +154,8 @@ class ProcessTree:
         self.hub.draining = True
         self.hub.publish()
         self._stop_front_ends.set()
+        if self._grpc_port is not None:
+            self._grpc_port.close()
         for front in self._fronts:
             front.drain()
         if self._front_tasks:
@@ -168,6 +173,8 @@ class ProcessTree:
             if task is not None:
                 task.cancel()
         await asyncio.gather(*self.local_tasks, *self._front_tasks, return_exceptions=True)
+        if self._grpc_port is not None:
+            self._grpc_port.close()
         self.hub.close()
         await self.supervisor.stop()
 
@@ -185,6 +192,13 @@ class ProcessTree:
             where = f"{host}:{port}"
             raise CannotListen(f"cannot listen on {where} for management: {error}") from None
 
+    def _shared_port(self) -> SharedPort:
+        host, port = self._settings.http_host, self._settings.grpc_port
+        try:
+            return SharedPort(listening_socket(host, port))
+        except OSError as error:
+            raise CannotListen(f"gRPC cannot listen on {host}:{port}: {error}") from None
+
     async def _serve_locally(self, serve: Serve, stop: asyncio.Event) -> int:
         """Serve in this process until ``stop`` is set; return the port once it listens."""
         port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -201,7 +215,7 @@ class ProcessTree:
         return port.result()
 
     def _start_front(
-        self, name: str, serve: Serve, dispatcher: ConnectionDispatcher | None
+        self, name: str, serve: Serve, dispatcher: ConnectionDispatcher | SharedPort
     ) -> asyncio.Future[int]:
         """Start a front end in its own process; return its future port."""
         port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -213,18 +227,14 @@ class ProcessTree:
         self,
         name: str,
         serve: Serve,
-        dispatcher: ConnectionDispatcher | None,
+        dispatcher: ConnectionDispatcher | SharedPort,
         port: asyncio.Future[int],
     ) -> None:
         """Run a front end, and restart it when it ends, until the server drains."""
-        backoff, children, settings = Backoff(), self.hub.children, self._settings
+        backoff, children = Backoff(), self.hub.children
 
         def on_listening(number: int, failure: str | None) -> None:
-            nonlocal settings
             if failure is None:
-                if serve is serve_grpc:
-                    # Of the system's choice, maybe; the next process must listen on the same.
-                    settings = settings.model_copy(update={"grpc_port": number})
                 backoff.succeeded()
                 children.serves(name)
             if port.done():
@@ -236,7 +246,7 @@ class ProcessTree:
 
         while not self.hub.draining:
             try:
-                status = await self._run_front(name, settings, serve, dispatcher, on_listening)
+                status = await self._run_front(name, serve, dispatcher, on_listening)
                 ended = f"ended with {status}"
                 children.ended[name] += 1
             # Any error is retried: otherwise no process would serve the port again.
@@ -265,9 +275,8 @@ class ProcessTree:
     async def _run_front(
         self,
         name: str,
-        settings: Settings,
         serve: Serve,
-        dispatcher: ConnectionDispatcher | None,
+        dispatcher: ConnectionDispatcher | SharedPort,
         on_listening: Callable[[int, str | None], None],
     ) -> int:
         """Start a front end's process, serve its messages until it ends, return its exit status.
@@ -279,15 +288,14 @@ class ProcessTree:
             process, (channel, connections) = spawn(
                 name,
                 front_main,
-                *(settings, serve, self._inline_backend, arena),
+                *(self._settings, serve, self._inline_backend, arena),
                 descriptors=[arena],
                 # SOCK_SEQPACKET keeps messages apart: each is one connection.
                 sockets=[socket.SOCK_STREAM, socket.SOCK_SEQPACKET],
             )
 
         def listens(port: int, failure: str | None) -> None:
-            if dispatcher is not None:
-                dispatcher.add(connections)
+            dispatcher.add(connections)
             on_listening(port, failure)
 
         front = FrontEnd(self.hub, on_listening=listens)
@@ -295,9 +303,7 @@ class ProcessTree:
         try:
             await front.serve(channel)
         finally:
-            if dispatcher is not None:
-                dispatcher.remove(connections)
-            connections.close()
+            dispatcher.remove(connections)
             del self._fronts[front]
             process.kill()
             status = await asyncio.to_thread(process.wait)
