@@ -122,9 +122,7 @@ def test_nobody_is_refused_while_the_grpc_front_end_is_started_again(server: Tre
         inputs[-1].set_data_from_numpy(np.ones(shape, np.float32))
     for _ in range(2):
         until(lambda: ready(server))
-        killed = server.tree.processes["grpc"]
-        os.kill(killed, signal.SIGKILL)
-        until(lambda: server.tree.processes.get("grpc") != killed)
+        kill_grpc(server)
         with triton.InferenceServerClient(server.grpc) as client:
             answer = client.infer("conv_bwd_data", inputs, client_timeout=60)
         output = answer.as_numpy("grad_input")
@@ -152,6 +150,13 @@ def test_a_child_is_started_when_connections_hold_all_descriptors(server: TreeSe
         for each in held:
             os.close(each)
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def kill_grpc(server: TreeServer) -> None:
+    """Kill the gRPC front end, and wait until its server knows."""
+    killed = server.tree.processes["grpc"]
+    os.kill(killed, signal.SIGKILL)
+    until(lambda: server.tree.processes.get("grpc") != killed)
 
 
 def name_of(process_id: int) -> str:
