@@ -22,7 +22,7 @@ from convgrad_service.backends.base import Outcome
 from convgrad_service.backends.cpu import CpuBackend
 from convgrad_service.engine.memory import tensor_layout as parts
 from convgrad_service.engine.memory.tensor_layout import tensor_layout_of
-from convgrad_service.engine.scheduling.job import Task
+from convgrad_service.engine.scheduling.scheduler import Task
 from tests.support.tree_server import TreeServer, serving_tree, until
 
 pytestmark = pytest.mark.processes

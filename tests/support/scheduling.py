@@ -13,8 +13,8 @@ import numpy as np
 from convgrad.contract import OPERATIONS, validate
 from convgrad_service.backends.base import Vitals
 from convgrad_service.engine.memory.tensor_layout import TensorLayout, tensor_layout_of
-from convgrad_service.engine.scheduling.job import Job, JobResult, Task
-from convgrad_service.engine.scheduling.scheduler import CostModel, Scheduler
+from convgrad_service.engine.scheduling.job import Job, JobResult
+from convgrad_service.engine.scheduling.scheduler import CostModel, Scheduler, Task
 from convgrad_service.problems import problem_from
 from convgrad_service.problems.base import Lane
 

@@ -15,8 +15,8 @@ from convgrad_service.backends.base import ServingBackend, Vitals
 from convgrad_service.engine.hub import Hub
 from convgrad_service.engine.memory.arena import Arena
 from convgrad_service.engine.options import EngineOptions
-from convgrad_service.engine.scheduling.job import Job, JobResult, Task
-from convgrad_service.engine.scheduling.scheduler import Scheduler
+from convgrad_service.engine.scheduling.job import Job, JobResult
+from convgrad_service.engine.scheduling.scheduler import Scheduler, Task
 from convgrad_service.engine.shm.mappings import RegionMappings
 from convgrad_service.engine.shm.registry import RegionRegistry
 from convgrad_service.engine.workers.worker import compile_ahead, run_job

@@ -26,8 +26,9 @@ from convgrad_service.engine.ipc.channel import (
 )
 from convgrad_service.engine.memory.arena import Lease
 from convgrad_service.engine.memory.tensor_layout import TensorLayout, unpack_layout
-from convgrad_service.engine.scheduling.job import Job, JobResult, Task, TaskGroup
+from convgrad_service.engine.scheduling.job import Job, JobResult, TaskGroup
 from convgrad_service.engine.scheduling.quotas import Caller, CountedTicket
+from convgrad_service.engine.scheduling.scheduler import Task
 from convgrad_service.engine.shm.registry import RegionPart, RegionSlice
 from convgrad_service.engine.telemetry.record import Record
 from convgrad_service.engine.workers.child_process import START_S
@@ -106,7 +107,7 @@ class FrontEnd:
         self._heartbeat = Heartbeat()
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._held: dict[int, Lease | CountedTicket] = {}
-        self._tasks: dict[int, Task | TaskGroup] = {}
+        self._tasks: dict[int, Task | TaskGroup[Task]] = {}
         self._layouts: dict[int, TensorLayout] = {}
 
     async def serve(self, channel_end: Any) -> None:
@@ -240,7 +241,7 @@ class FrontEnd:
         self._send(PartDone(number, part, result))
 
     def _job_done(
-        self, number: int, task: Task | TaskGroup, done: asyncio.Future[JobResult]
+        self, number: int, task: Task | TaskGroup[Task], done: asyncio.Future[JobResult]
     ) -> None:
         del self._tasks[number]
         self._reply(number, done, task.waited_s or 0.0)

@@ -1,4 +1,4 @@
-"""Jobs, the tasks that they are scheduled as, their results, and what is needed of workers."""
+"""Jobs, their results, and what the scheduler needs of workers."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from typing import NamedTuple, Protocol
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from convgrad.errors import InvalidProblem
 from convgrad_service.backends.base import Outcome, Vitals
 from convgrad_service.engine.memory.tensor_layout import PlacedTensor, TensorLayout, pieces_of
 from convgrad_service.engine.shm.mappings import not_in_place
 from convgrad_service.engine.shm.registry import RegionSlice
-from convgrad_service.problems.base import Lane
 
 
 class JobResult(NamedTuple):
@@ -123,49 +122,15 @@ class JobHandle(Protocol):
         ...
 
 
-class Task:
-    """A job, or one ``part`` of it: waiting, compiling kernels, running or done.
-
-    ``done`` is set once no worker accesses the job's memory, even if the request is gone.
-    ``wanted`` is False once it was cancelled, ``hung`` once its worker is killed because of it.
-    """
-
-    def __init__(
-        self, job: Job, deadline_s: float, *, large: bool, part: int | None = None
-    ) -> None:
-        self.job, self.deadline_s, self.large, self.part = job, deadline_s, large, part
-        self.cost = job.layout.cost
-        if part is not None:
-            # The last part adds up partial sums: little work, and no measure of a problem's speed.
-            self.cost = self.cost / job.tasks if part < job.tasks else 0.0
-        self.device = job.device if job.regions else None
-        self.lane = job.layout.problem.lane
-        self.done: asyncio.Future[JobResult] = asyncio.get_running_loop().create_future()
-        self.wanted = True
-        self.suspect = self.hung = False
-        self.deaths_alone = 0
-        self.submitted_s = time.monotonic()
-        self.started_s: float | None = None
-        self.worker: Worker | None = None
-
-    @property
-    def waited_s(self) -> float | None:
-        """Seconds from submission to start; None until it starts."""
-        return None if self.started_s is None else self.started_s - self.submitted_s
-
-    @property
-    def alone(self) -> bool:
-        """Whether it must be the only task of its worker."""
-        return self.suspect or self.lane is Lane.ALONE
-
-    def fail(self, error: BaseException) -> None:
-        """End it with an error, unless it has ended."""
-        if not self.done.done():
-            self.done.set_exception(error)
-            self.done.exception()  # mark it as retrieved: the submitter may be gone
+class _Started(JobHandle, Protocol):
+    started_s: float | None
 
 
-class Worker(Protocol):
+TaskT = TypeVar("TaskT", bound=_Started)
+AnyTask = TypeVar("AnyTask", contravariant=True)
+
+
+class Worker(Protocol[AnyTask]):
     """What the scheduler needs of a worker.
 
     The worker calls `Scheduler.finished` for each task or, if kernels must be compiled first,
@@ -180,11 +145,11 @@ class Worker(Protocol):
         """What it last reported about its device."""
         ...
 
-    def start(self, task: Task) -> None:
+    def start(self, task: AnyTask) -> None:
         """Start a task; the scheduler starts at most ``slots`` at a time."""
         ...
 
-    def cancel(self, task: Task) -> None:
+    def cancel(self, task: AnyTask) -> None:
         """Stop a task that it runs or compiles kernels for."""
         ...
 
@@ -200,7 +165,7 @@ class Worker(Protocol):
         ...
 
 
-class TaskGroup:
+class TaskGroup(Generic[TaskT]):
     """A job whose parts are separate tasks; to its submitter it looks like a single `Task`.
 
     ``cancel`` is called with every unfinished task once one has failed. ``last`` starts a final
@@ -209,12 +174,12 @@ class TaskGroup:
 
     def __init__(
         self,
-        tasks: Sequence[Task],
+        tasks: Sequence[TaskT],
         on_part_done: OnPartDone | None,
-        cancel: Callable[[Task], None],
-        last: Callable[[], Task] | None = None,
+        cancel: Callable[[TaskT], None],
+        last: Callable[[], TaskT] | None = None,
     ) -> None:
-        self.tasks: list[Task] = []
+        self.tasks: list[TaskT] = []
         self.wanted = True
         self._on_part_done, self._cancel = on_part_done, cancel
         self._error: BaseException | None = None
@@ -229,7 +194,7 @@ class TaskGroup:
         waits = [task.waited_s for task in self.tasks if task.waited_s is not None]
         return min(waits, default=None)
 
-    async def _run(self, last: Callable[[], Task] | None) -> JobResult:
+    async def _run(self, last: Callable[[], TaskT] | None) -> JobResult:
         await asyncio.wait([task.done for task in self.tasks])
         if last is not None and self._error is None:
             if not self.wanted:
@@ -241,7 +206,7 @@ class TaskGroup:
         elapsed_s = time.monotonic() - min(task.started_s or math.inf for task in self.tasks)
         return merge_results([task.done.result() for task in self.tasks], elapsed_s)
 
-    def _add(self, task: Task) -> None:
+    def _add(self, task: TaskT) -> None:
         task.done.add_done_callback(partial(self._task_done, len(self.tasks)))
         self.tasks.append(task)
 

@@ -17,20 +17,14 @@ that job is a suspect, and counts as alone.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Container, Mapping
 
 from convgrad.errors import DeadlineExceeded, DeviceUnavailable, Overloaded
-from convgrad_service.engine.scheduling.job import (
-    Job,
-    JobResult,
-    OnPartDone,
-    Task,
-    TaskGroup,
-    Worker,
-)
+from convgrad_service.engine.scheduling.job import Job, JobResult, OnPartDone, TaskGroup, Worker
 from convgrad_service.problems.base import Lane
 
 _RETRY_AFTER_MIN_S, _RETRY_AFTER_MAX_S = 1.0, 60.0
@@ -64,6 +58,48 @@ class CostModel:
         self._seconds = self._seconds * _DECAY + seconds
 
 
+class Task:
+    """A job, or one ``part`` of it: waiting, compiling kernels, running or done.
+
+    ``done`` is set once no worker accesses the job's memory, even if the request is gone.
+    ``wanted`` is False once it was cancelled, ``hung`` once its worker is killed because of it.
+    """
+
+    def __init__(
+        self, job: Job, deadline_s: float, *, large: bool, part: int | None = None
+    ) -> None:
+        self.job, self.deadline_s, self.large, self.part = job, deadline_s, large, part
+        self.cost = job.layout.cost
+        if part is not None:
+            # The last part adds up partial sums: little work, and no measure of a problem's speed.
+            self.cost = self.cost / job.tasks if part < job.tasks else 0.0
+        self.device = job.device if job.regions else None
+        self.lane = job.layout.problem.lane
+        self.done: asyncio.Future[JobResult] = asyncio.get_running_loop().create_future()
+        self.wanted = True
+        self.suspect = self.hung = False
+        self.deaths_alone = 0
+        self.submitted_s = time.monotonic()
+        self.started_s: float | None = None
+        self.worker: Worker[Task] | None = None
+
+    @property
+    def waited_s(self) -> float | None:
+        """Seconds from submission to start; None until it starts."""
+        return None if self.started_s is None else self.started_s - self.submitted_s
+
+    @property
+    def alone(self) -> bool:
+        """Whether it must be the only task of its worker."""
+        return self.suspect or self.lane is Lane.ALONE
+
+    def fail(self, error: BaseException) -> None:
+        """End it with an error, unless it has ended."""
+        if not self.done.done():
+            self.done.set_exception(error)
+            self.done.exception()  # mark it as retrieved: the submitter may be gone
+
+
 class WorkerLost(Exception):
     """The job was alone in workers that died twice."""
 
@@ -85,8 +121,8 @@ class Scheduler:
         self.lines: dict[object, int] = {}
         self._large_s = large_s
         self._waiting: deque[Task] = deque()
-        self._running: dict[Worker, list[Task]] = {}
-        self._compiling: dict[Task, Worker] = {}
+        self._running: dict[Worker[Task], list[Task]] = {}
+        self._compiling: dict[Task, Worker[Task]] = {}
         self._closed = False
 
     @property
@@ -100,7 +136,7 @@ class Scheduler:
         return sum(len(tasks) for tasks in self._running.values())
 
     @property
-    def by_device(self) -> Mapping[int, Worker]:
+    def by_device(self) -> Mapping[int, Worker[Task]]:
         """All workers, by device."""
         return {worker.device: worker for worker in self._running}
 
@@ -144,7 +180,7 @@ class Scheduler:
 
     def submit(
         self, job: Job, deadline_s: float, on_part_done: OnPartDone | None = None
-    ) -> Task | TaskGroup:
+    ) -> Task | TaskGroup[Task]:
         """Queue a job, to be started before ``deadline_s`` (of time.monotonic()) or not at all.
 
         ``on_part_done`` is called for each part of a job that is several tasks.
@@ -180,7 +216,7 @@ class Scheduler:
         self._dispatch()
         return group
 
-    def position(self, task: Task | TaskGroup) -> int | None:
+    def position(self, task: Task | TaskGroup[Task]) -> int | None:
         """Return how many tasks are ahead in the queue; None once it runs or is done."""
         if isinstance(task, TaskGroup):
             task = task.tasks[0]
@@ -188,7 +224,7 @@ class Scheduler:
             return 0
         return self._waiting.index(task) if task in self._waiting else None
 
-    def cancel(self, task: Task | TaskGroup) -> None:
+    def cancel(self, task: Task | TaskGroup[Task]) -> None:
         """Drop a waiting job, or ask a running one to stop; does nothing once it is done."""
         if isinstance(task, TaskGroup):
             task.wanted = False
@@ -206,7 +242,7 @@ class Scheduler:
         task.done.cancel()
         self._dispatch()
 
-    def add(self, worker: Worker) -> None:
+    def add(self, worker: Worker[Task]) -> None:
         """Add a worker."""
         self._running[worker] = []
         self._dispatch()
@@ -247,7 +283,7 @@ class Scheduler:
             self._waiting.appendleft(task)
         self._dispatch()
 
-    def lost(self, worker: Worker) -> None:
+    def lost(self, worker: Worker[Task]) -> None:
         """Remove a worker that died, and requeue or fail its tasks."""
         held = self._running.pop(worker, [])
         for task in [task for task, by in self._compiling.items() if by is worker]:
@@ -303,7 +339,7 @@ class Scheduler:
         """Start every waiting task that a worker can take now."""
         # A task that must run alone would never find an idle worker under load, so the least busy
         # one is reserved for it until it is idle.
-        reserved: set[Worker] = set()
+        reserved: set[Worker[Task]] = set()
         for task in list(self._waiting):
             if time.monotonic() >= task.deadline_s:
                 self._waiting.remove(task)
@@ -327,7 +363,7 @@ class Scheduler:
                 if able:
                     reserved.add(min(able, key=lambda worker: len(self._running[worker])))
 
-    def _started(self, task: Task, reserved: Container[Worker] = ()) -> bool:
+    def _started(self, task: Task, reserved: Container[Worker[Task]] = ()) -> bool:
         """Start a task if a worker that is not ``reserved`` can take it now.
 
         Takes the least busy worker; among several, one that may have its stored tensors on device.
@@ -349,7 +385,7 @@ class Scheduler:
     def _free_slots(self) -> bool:
         return any(len(held) < worker.slots for worker, held in self._running.items())
 
-    def _may_start(self, worker: Worker, task: Task) -> bool:
+    def _may_start(self, worker: Worker[Task], task: Task) -> bool:
         held = self._running[worker]
         if task.device is not None and task.device != worker.device:
             return False

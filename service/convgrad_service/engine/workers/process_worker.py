@@ -32,8 +32,8 @@ from convgrad_service.engine.ipc.channel import (
 )
 from convgrad_service.engine.memory.arena import Arena
 from convgrad_service.engine.options import WorkerRecipe
-from convgrad_service.engine.scheduling.job import Job, JobResult, Task
-from convgrad_service.engine.scheduling.scheduler import Scheduler
+from convgrad_service.engine.scheduling.job import Job, JobResult
+from convgrad_service.engine.scheduling.scheduler import Scheduler, Task
 from convgrad_service.engine.shm.registry import RegionRegistry, RegionSlice
 from convgrad_service.engine.workers.child_process import START_S, DescriptorReserve, spawn
 from convgrad_service.engine.workers.worker import worker_main

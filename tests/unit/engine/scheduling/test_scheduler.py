@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from convgrad.errors import DeadlineExceeded, DeviceUnavailable, Overloaded
-from convgrad_service.engine.scheduling.job import Task
-from convgrad_service.engine.scheduling.scheduler import CostModel, Scheduler, WorkerLost
+from convgrad_service.engine.scheduling.scheduler import CostModel, Scheduler, Task, WorkerLost
 from convgrad_service.engine.shm.registry import RegionSlice
 from tests.support.scheduling import DONE, Recorder, job, known_pace, run, submit
 

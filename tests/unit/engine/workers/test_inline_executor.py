@@ -22,7 +22,8 @@ from convgrad_service.engine.embedded import embedded_hub
 from convgrad_service.engine.hub import Hub
 from convgrad_service.engine.memory.tensor_layout import TensorLayout, tensor_layout_of
 from convgrad_service.engine.options import EngineOptions, InlineBackend
-from convgrad_service.engine.scheduling.job import Job, Task
+from convgrad_service.engine.scheduling.job import Job
+from convgrad_service.engine.scheduling.scheduler import Task
 from convgrad_service.engine.shm.registry import RegionSlice
 from convgrad_service.engine.workers.inline_executor import InlineExecutor
 from convgrad_service.problems import problem_from
