@@ -178,7 +178,7 @@ class SharedPort:
     def remove(self, receiver: socket.socket) -> None:
         """Listen, unless closed: the front end has ended. ``receiver`` is closed."""
         receiver.close()
-        if self._is_closed:
+        if self._is_closed or self._bound.fileno() >= 0:
             return
         # Without a descriptor for it, connections are refused until the front end is back.
         with contextlib.suppress(OSError):
@@ -214,9 +214,13 @@ class SharedPort:
 
 async def _relay(connection: socket.socket, address: tuple[str, int]) -> None:
     """Pass on what the two ends of a connection send, until one of them closes it."""
-    with contextlib.suppress(OSError):
-        reader, writer = await asyncio.open_connection(sock=connection)
+    try:
         other_reader, other_writer = await asyncio.open_connection(*address)
+    except OSError:  # the front end has ended again
+        connection.close()
+        return
+    reader, writer = await asyncio.open_connection(sock=connection)
+    with contextlib.suppress(OSError):
         await asyncio.gather(_copy(reader, other_writer), _copy(other_reader, writer))
 
 

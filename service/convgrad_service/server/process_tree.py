@@ -295,7 +295,8 @@ class ProcessTree:
             )
 
         def listens(port: int, failure: str | None) -> None:
-            dispatcher.add(connections)
+            if failure is None:
+                dispatcher.add(connections)
             on_listening(port, failure)
 
         front = FrontEnd(self.hub, on_listening=listens)
