@@ -137,7 +137,10 @@ def pairs(backend: CpuBackend, layer: Layer) -> Iterator[Pair]:
         yield from make(backend, layer, last)
 
 
-def convolution_pairs(backend: CpuBackend, layer: Layer, last: bool) -> Iterator[Pair]:
+def convolution_pairs(
+    backend: CpuBackend, layer: Layer, last: bool, *, forward: bool = False
+) -> Iterator[Pair]:
+    """Both gradients and, if asked for, the forward pass without a bias."""
     rng = np.random.default_rng(0)
 
     def draw(*shape: int) -> Array:
@@ -159,6 +162,14 @@ def convolution_pairs(backend: CpuBackend, layer: Layer, last: bool) -> Iterator
     steps = (None, stride, padding, dilation, False, [0] * len(stride), layer.groups)
     backward = torch.ops.aten.convolution_backward
 
+    if forward:
+        yield Pair(
+            layer,
+            "conv_fwd",
+            layout,
+            _ours(backend, "conv_fwd", {"input": given[0], "weight": given[1]}, own),
+            lambda: torch.ops.aten.convolution(*theirs[1:], *steps),
+        )
     yield Pair(
         layer,
         "conv_bwd_data",
@@ -186,7 +197,7 @@ def convolution_pairs(backend: CpuBackend, layer: Layer, last: bool) -> Iterator
 
 
 def transposed_pairs(backend: CpuBackend, layer: Layer, last: bool) -> Iterator[Pair]:
-    """With a bias, as PyTorch's layers have by default; 2D and 3D."""
+    """With a bias, as PyTorch's layers have by default."""
     rng = np.random.default_rng(0)
     shapes = {
         "grad_output": (layer.batch, layer.out_channels, *layer.output_size),
@@ -199,8 +210,12 @@ def transposed_pairs(backend: CpuBackend, layer: Layer, last: bool) -> Iterator[
     y, x, w, b = (_tensor(array, last and array.ndim > 1) for array in drawn.values())
     layout = (LAST if last else FIRST)[layer.ndim]
     own = {"stride": layer.stride, "padding": layer.padding, "layout": layout}
-    zeros = [0] * layer.ndim
-    steps = ([*layer.stride], [*layer.padding], [*layer.dilation], True, zeros, layer.groups)
+    # A 1D layer in channels_last is one of height 1.
+    flat = [1] if last and layer.ndim == 1 else []
+    zeros = [0] * (len(flat) + layer.ndim)
+    padding = zeros[: len(flat)] + [*layer.padding]
+    window = [*flat, *layer.stride], padding, [*flat, *layer.dilation]
+    steps = (*window, True, zeros, layer.groups)
     channels, every = [layer.out_channels], [True, True, True]
     forward = {name: given[name] for name in ("input", "weight", "bias")}
     backward = {name: given[name] for name in ("grad_output", "input", "weight")}
@@ -273,6 +288,76 @@ def average_pairs(backend: CpuBackend, layer: Layer, last: bool) -> Iterator[Pai
         layout,
         _ours(backend, "avg_pool_bwd", given, {**params, "input_size": layer.size}),
         lambda: torch.ops.aten.avg_pool2d_backward(their_y, their_x, *window),
+    )
+
+
+def pooling_pairs(backend: CpuBackend, layer: Layer, last: bool) -> Iterator[Pair]:
+    """Maxima or averages and their gradients; one dimension is computed as PyTorch does, as two."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((layer.batch, layer.in_channels, *layer.size), np.float32)
+    y = rng.standard_normal((layer.batch, layer.in_channels, *layer.output_size), np.float32)
+    layout, ndim = (LAST if last else FIRST)[layer.ndim], layer.ndim
+    kernel, stride, padding = [*layer.kernel], [*layer.stride], [*layer.padding]
+    own: dict[str, Any] = {"kernel_size": layer.kernel, "stride": layer.stride}
+    own |= {"padding": layer.padding, "layout": layout}
+    their_x, their_y = _tensor(x, last), _tensor(y, last)
+    if ndim == 1:
+        if not last:
+            their_x, their_y = their_x.unsqueeze(2), their_y.unsqueeze(2)
+        kernel, stride, padding = [1, *kernel], [1, *stride], [0, *padding]
+    aten, dims = torch.ops.aten, max(ndim, 2)
+    given = _laid(x, last), _laid(y, last)
+    if layer.kind == "average":
+        window: tuple[Any, ...] = (kernel, stride, padding, False, True, None)
+        forward, backward = (getattr(aten, f"avg_pool{dims}d{end}") for end in ("", "_backward"))
+        yield Pair(
+            layer,
+            "avg_pool_fwd",
+            layout,
+            _ours(backend, "avg_pool_fwd", {"input": given[0]}, own),
+            lambda: forward(their_x, *window),
+        )
+        yield Pair(
+            layer,
+            "avg_pool_bwd",
+            layout,
+            _ours(
+                backend,
+                "avg_pool_bwd",
+                {"grad_output": given[1]},
+                {**own, "input_size": layer.size},
+            ),
+            lambda: backward(their_y, their_x, *window),
+        )
+        return
+    window = (kernel, stride, padding, [1] * dims, False)
+    forward = getattr(aten, f"max_pool{dims}d_with_indices")
+    backward = getattr(aten, f"max_pool{dims}d_with_indices_backward")
+    indices = forward(their_x, *window)[1]
+    ours = indices.squeeze(2) if ndim == 1 else indices
+    yield Pair(
+        layer,
+        f"maxpool{ndim}d_fwd",
+        layout,
+        _ours(
+            backend,
+            f"maxpool{ndim}d_fwd",
+            {"input": given[0]},
+            {**own, "return_indices": True},
+        ),
+        lambda: forward(their_x, *window),
+    )
+    yield Pair(
+        layer,
+        f"maxpool{ndim}d_bwd",
+        layout,
+        _ours(
+            backend,
+            f"maxpool{ndim}d_bwd",
+            {"grad_output": given[1], "indices": _laid(ours.numpy(), last)},
+            {**own, "input_size": layer.size},
+        ),
+        lambda: backward(their_y, their_x, *window, indices),
     )
 
 

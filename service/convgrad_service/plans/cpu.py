@@ -8,7 +8,13 @@ from typing import Literal
 
 from convgrad.dtypes import DType
 from convgrad_service.plans.base import Plan
-from convgrad_service.plans.cpu_dense import dense_of, gather_tiles, weight_chunks, weight_tiles
+from convgrad_service.plans.cpu_dense import (
+    Dense,
+    dense_of,
+    gather_tiles,
+    weight_chunks,
+    weight_tiles,
+)
 from convgrad_service.plans.cpu_dense_parts import (
     PANEL_LIMIT_BYTES,
     SCRATCH_LIMIT_BYTES,
@@ -19,12 +25,20 @@ from convgrad_service.plans.cpu_dense_parts import (
 )
 from convgrad_service.plans.cpu_device import CpuDevice, sum_bytes
 from convgrad_service.plans.cpu_first import first_chunks, first_steps, first_tiles
+from convgrad_service.plans.cpu_times import (
+    correlation_ns,
+    first_ns,
+    gather_ns,
+    grouped_weight_ns,
+    weight_ns,
+)
 from convgrad_service.plans.cpu_worth import (
     direct_steps,
     gather_steps,
     weight_steps,
     worth_tiling,
 )
+from convgrad_service.plans.planar import bwd_data_plan, bwd_weight_plan, forward_plan
 from convgrad_service.problems.geometry import ConvShape
 
 __all__ = ["Choice", "CpuDevice", "CpuPlan", "Direction", "choose"]
@@ -32,13 +46,14 @@ __all__ = ["Choice", "CpuDevice", "CpuPlan", "Direction", "choose"]
 CpuPlan = Plan
 Direction = Literal["fwd", "bwd_data", "bwd_weight"]
 Engine = Literal["first", "grouped", "dense", "direct"]
+ENGINES: tuple[Engine, ...] = ("first", "grouped", "dense", "direct")
+PLANNED = {"fwd": forward_plan, "bwd_data": bwd_data_plan, "bwd_weight": bwd_weight_plan}
 
-# Grouped kernels vectorise over pixels or groups, dense kernels over the channels of one group. So
-# grouped kernels win if groups have few channels on both sides, or if dense ones would fill at most
-# a quarter of a vector (the gradient of a first layer's input). For the weight gradient of a first
-# layer, the "first" kernel vectorises over output channels.
-GROUPED_CHANNELS = 8
-LEAST_FILLED = 4
+# The grouped kernels vectorise over positions or, in depthwise layers, groups; the dense kernels over
+# the channels of one group: "dense" those that are contiguous in the result, in a weight gradient those
+# of the input, and "first" those of the output. With more channels on both sides, "dense" is the fastest.
+GROUPED_CHANNELS = 32
+FIRST_VECTORS = 2
 
 
 @dataclass(frozen=True)
@@ -74,12 +89,15 @@ def choose(
     conv: ConvShape,
     dtype: DType,
     device: CpuDevice,
+    last: bool = False,
     without: tuple[tuple[Engine, str], ...] = (),
 ) -> Choice:
-    """Choose the most preferred suitable engine, in the order first, grouped, dense, direct.
+    """Choose the engine with the least estimated time, or "direct" if none is suitable.
 
     Parameters
     ----------
+    last : bool
+        Whether the activations' channels are contiguous and their columns are not.
     without : tuple of (engine, reason)
         Engines to exclude for reasons that do not follow from the sizes.
 
@@ -88,52 +106,61 @@ def choose(
     ProblemTooLarge
         The engine needs more workspace than the device allows.
     """
-    passed_over: list[tuple[str, str]] = []
-    excluded = dict(without)
+    dense, lanes = dense_of(conv), device.vector_bytes // sum_bytes(dtype)
+    times: dict[Engine, float] = {}
+    plans: dict[Engine, DensePlan | None] = {"grouped": None}
+    reasons: dict[Engine, str] = dict(without)
+    if "grouped" not in reasons:
+        grouped = _grouped_ns(direction, conv, dense, dtype, lanes, last=last)
+        if isinstance(grouped, str):
+            reasons["grouped"] = grouped
+        else:
+            times["grouped"] = grouped
+    if times.get("grouped") != 0:
+        plans["dense"] = _dense_plan(direction, conv, dtype, device)
+        if plans["dense"] is None:
+            reasons["dense"] = (
+                f"one tile needs more than {PANEL_LIMIT_BYTES} bytes for its weights, or more than "
+                f"{SCRATCH_LIMIT_BYTES} for its pixels"
+            )
+        elif not _worth_tiling(direction, conv, dtype, device):
+            reasons["dense"] = "most products of its tiles would be with padding"
+        elif direction == "bwd_weight":
+            times["dense"] = weight_ns(dense, lanes, last=last)
+        else:
+            times["dense"] = gather_ns(dense, lanes, backward=direction == "bwd_data", last=last)
+        if direction == "bwd_weight" and dense.in_channels <= FIRST_VECTORS * lanes:
+            plans["first"] = _first_plan(conv, dtype, device)
+            if plans["first"] is not None:
+                times["first"] = first_ns(dense, lanes, last=last)
+    engine: Engine = min(times, key=lambda name: times[name], default="direct")
+    for name, time_ns in times.items():
+        if name != engine:
+            reasons[name] = f"its estimated time is {time_ns / times[engine]:.2f} times as long"
+    passed_over = tuple((name, reasons[name]) for name in ENGINES if name in reasons)
+    return Choice(direction, engine, device.level, plans.get(engine), passed_over)
+
+
+def _grouped_ns(
+    direction: Direction, conv: ConvShape, dense: Dense, dtype: DType, lanes: int, *, last: bool
+) -> float | str:
+    """Return the estimated time, 0 in depthwise layers, or why the grouped engine is unsuitable."""
+    channels = dense.in_channels, dense.out_channels
+    if min(channels) > GROUPED_CHANNELS:
+        return f"{min(channels)} channels per group are more than {GROUPED_CHANNELS}"
+    plan = PLANNED[direction](conv, sum_bytes(dtype), lanes, last)
+    if plan is None:
+        return "its padded planes would be too large, or mostly padding"
+    if channels == (1, 1) and conv.groups > 1:
+        return 0.0
     if direction == "bwd_weight":
-        first = _first_plan(conv, dtype, device)
-        if first is not None:
-            return Choice(direction, "first", device.level, first, ())
-    reason = excluded.get("grouped") or _why_not_grouped(direction, conv, dtype, device)
-    if reason is None:
-        return Choice(direction, "grouped", device.level, None, ())
-    passed_over.append(("grouped", reason))
-    dense = _dense_plan(direction, conv, dtype, device)
-    if dense is None:
-        reason = (
-            f"one tile needs more than {PANEL_LIMIT_BYTES} bytes for its weights, or more than "
-            f"{SCRATCH_LIMIT_BYTES} for its pixels"
-        )
-    elif not _worth_tiling(direction, conv, dtype, device):
-        reason = "most products of its tiles would be with padding"
-    else:
-        return Choice(direction, "dense", device.level, dense, tuple(passed_over))
-    passed_over.append(("dense", reason))
-    return Choice(direction, "direct", device.level, None, tuple(passed_over))
-
-
-def _why_not_grouped(
-    direction: Direction, conv: ConvShape, dtype: DType, device: CpuDevice
-) -> str | None:
-    lanes = device.vector_bytes // sum_bytes(dtype)
-    in_channels, out_channels = conv.in_channels_per_group, conv.out_channels_per_group
-    in_lanes = out_channels if direction == "fwd" else in_channels
-    if in_lanes * LEAST_FILLED <= lanes:
-        return None
-    if conv.groups == 1:
-        return f"one group, whose {in_lanes} channels fill the dense kernels' vectors of {lanes}"
-    channels = max(in_channels, out_channels)
-    if channels > GROUPED_CHANNELS:
-        return f"{channels} channels per group are more than {GROUPED_CHANNELS}"
-    return None
+        return grouped_weight_ns(dense, plan, lanes, last=last)
+    return correlation_ns(dense, plan, lanes, backward=direction == "bwd_data", last=last)
 
 
 def _first_plan(conv: ConvShape, dtype: DType, device: CpuDevice) -> DensePlan | None:
-    """Return the plan of the "first" engine, or None. It needs few input channels."""
+    """Return the plan of the "first" engine; None if its tiles would be too large."""
     dense, size = dense_of(conv), sum_bytes(dtype)
-    lanes = device.vector_bytes // size
-    if dense.in_channels * LEAST_FILLED > lanes or dense.out_channels < lanes:
-        return None
     plan = first_plan(dense, sum_bytes=size, device=device)
     if plan is None:
         return None

@@ -244,7 +244,7 @@ def _plan(
             return _up64(8 * terms) + source + _up64(block * channels[1] * pitch * a)
         positions = ((tile[0] - 1) * box[1] + tile[1] - 1) * box[2] + tile[2]
         sums = _up64((1 + paired) * block * channels[1] * _up(positions, lanes) * a)
-        return _up64(8 * terms) + _up64(block * channels[1] * terms * a) + source + sums
+        return 2 * _up64(8 * terms) + _up64(block * channels[1] * terms * a) + source + sums
 
     a = acc_bytes
     extent = [line.extent for line in lines]

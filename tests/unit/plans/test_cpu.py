@@ -153,4 +153,4 @@ def test_few_channels_a_group_go_to_the_grouped_kernels() -> None:
     many = choose("fwd", conv(groups=2, channels=64), DType.FLOAT32, device)
     assert few.engine == "grouped"
     assert many.engine == "dense"
-    assert many.passed_over == (("grouped", "64 channels per group are more than 8"),)
+    assert many.passed_over == (("grouped", "64 channels per group are more than 32"),)

@@ -24,8 +24,7 @@ from convgrad_service.problems.geometry import ConvShape
 __all__ = ["bwd_data_into", "bwd_weight_into", "forward_into"]
 
 Array = NDArray[Any]
-# Passed to `choose` when the grouped engine declines at run time.
-NO_ROOM = (("grouped", "its padded planes do not fit into the workspace"),)
+UNGROUPED = (("grouped", "the sums are widened"),)
 
 
 def forward_into(
@@ -41,15 +40,13 @@ def forward_into(
     cancelled: threading.Event | None = None,
 ) -> tuple[Choice, int]:
     """Compute y = activation(conv(x, weight) + bias), rounded once."""
-    choice = choose("fwd", conv, dtype, machine.device)
+    last = grouped.channels_last(x, y)
+    choice = choose("fwd", conv, dtype, machine.device, last)
     if choice.engine == "grouped":
-        used = grouped.forward(
+        return choice, grouped.forward(
             machine.library, machine.workers, conv, dtype, x, weight, y,
             bias=bias, activation=activation, cancelled=cancelled,
         )  # fmt: skip
-        if used is not None:
-            return choice, used
-        choice = choose("fwd", conv, dtype, machine.device, NO_ROOM)
     if activation != "silu" or dtype.itemsize != 2:
         _ungrouped(machine, choice, conv, x, weight, bias, y, cancelled)
         if activation != "none":
@@ -58,7 +55,7 @@ def forward_into(
         return choice, choice.plan.workspace_bytes
     # silu does not commute with rounding to 16 bits, so the sums stay in float32.
     single = np.float32
-    choice = choose("fwd", conv, DType.FLOAT32, machine.device, NO_ROOM)
+    choice = choose("fwd", conv, DType.FLOAT32, machine.device, last, UNGROUPED)
     wide, wide_x, wide_weight = np.empty_like(y, single), x.astype(single), weight.astype(single)
     wide_bias = None if bias is None else bias.astype(single)
     _ungrouped(machine, choice, conv, wide_x, wide_weight, wide_bias, wide, cancelled)
@@ -103,15 +100,13 @@ def bwd_data_into(
 ) -> tuple[Choice, int]:
     """Compute grad_input = alpha * grad + beta * accumulate + bias, rounded once."""
     alpha, beta = epilogue.alpha, epilogue.beta
-    choice = choose("bwd_data", conv, dtype, machine.device)
+    last = grouped.channels_last(grad_output, grad_input)
+    choice = choose("bwd_data", conv, dtype, machine.device, last)
     if choice.engine == "grouped":
-        used = grouped.bwd_data(
+        return choice, grouped.bwd_data(
             machine.library, machine.workers, conv, dtype, grad_output, weight, grad_input,
             alpha=alpha, beta=beta, accumulate=accumulate, bias=bias, cancelled=cancelled,
         )  # fmt: skip
-        if used is not None:
-            return choice, used
-        choice = choose("bwd_data", conv, dtype, machine.device, NO_ROOM)
     if choice.dense is not None:
         dense.bwd_data(
             machine.library, machine.workers, choice.dense, conv, grad_output, weight, grad_input,
@@ -139,15 +134,13 @@ def bwd_weight_into(
 ) -> tuple[Choice, int]:
     """Compute grad_weight = alpha * grad + beta * accumulate, rounded once."""
     alpha, beta = epilogue.alpha, epilogue.beta
-    choice = choose("bwd_weight", conv, dtype, machine.device)
+    last = grouped.channels_last(x, grad_output)
+    choice = choose("bwd_weight", conv, dtype, machine.device, last)
     if choice.engine == "grouped":
-        used = grouped.bwd_weight(
+        return choice, grouped.bwd_weight(
             machine.library, machine.workers, conv, dtype, x, grad_output, grad_weight,
             alpha=alpha, beta=beta, accumulate=accumulate, cancelled=cancelled,
         )  # fmt: skip
-        if used is not None:
-            return choice, used
-        choice = choose("bwd_weight", conv, dtype, machine.device, NO_ROOM)
     if choice.dense is not None:
         dense.bwd_weight(
             machine.library, machine.workers, f"{choice.engine}_bwd_weight", choice.dense, conv,

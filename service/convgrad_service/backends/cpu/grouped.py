@@ -2,7 +2,7 @@
 
 All functions take canonical views of any strides: activations (N, G, C/G, *spatial), weights
 (G, K/G, C/G, *kernel), bias (G, K/G) or, for bwd_data, (G, C/G). They return the bytes of workspace
-used, or None, having computed nothing, if the padded planes do not fit the scratch limit.
+used. `convgrad_service.plans.cpu.choose` tells whether the padded planes fit the scratch limit.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from convgrad.dtypes import DType
+from convgrad.errors import Internal
 from convgrad_service.backends.cpu.arguments import DTYPE_CODES, view_of
 from convgrad_service.backends.cpu.library import Library
 from convgrad_service.backends.cpu.planar_args import (
@@ -37,7 +38,7 @@ from convgrad_service.plans.planar import (
 )
 from convgrad_service.problems.geometry import ConvShape
 
-__all__ = ["bwd_data", "bwd_weight", "forward"]
+__all__ = ["bwd_data", "bwd_weight", "channels_last", "forward"]
 
 Array = NDArray[Any]
 Direction = Literal["fwd", "bwd_data", "bwd_weight"]
@@ -59,12 +60,10 @@ def forward(
     bias: Array | None = None,
     activation: str = "none",
     cancelled: threading.Event | None = None,
-) -> int | None:
+) -> int:
     """Compute output = activation(conv(input, weight) + bias), rounded once."""
-    swap = _swaps(input) or _swaps(output)
+    swap = channels_last(input, output)
     prepared = _prepared("fwd", conv, dtype, library.vector_bytes, swap, _taps_of(weight))
-    if prepared is None:
-        return None
     args = prepared.args()
     args.src, args.dst, args.weight = view_of(input, 3), view_of(output, 3), view_of(weight)
     args.bias = view_of(bias)
@@ -86,12 +85,10 @@ def bwd_data(
     accumulate: Array | None = None,
     bias: Array | None = None,
     cancelled: threading.Event | None = None,
-) -> int | None:
+) -> int:
     """Compute grad_input = alpha * grad + beta * accumulate + bias, rounded once."""
-    swap = _swaps(grad_output) or _swaps(grad_input)
+    swap = channels_last(grad_output, grad_input)
     prepared = _prepared("bwd_data", conv, dtype, library.vector_bytes, swap, _taps_of(weight))
-    if prepared is None:
-        return None
     args = prepared.args()
     args.src, args.dst = view_of(grad_output, 3), view_of(grad_input, 3)
     args.weight = view_of(weight)
@@ -115,12 +112,10 @@ def bwd_weight(
     beta: float = 0.0,
     accumulate: Array | None = None,
     cancelled: threading.Event | None = None,
-) -> int | None:
+) -> int:
     """Compute grad_weight = alpha * grad + beta * accumulate, rounded once."""
-    swap, taps = _swaps(input) or _swaps(grad_output), _taps_of(grad_weight)
+    swap, taps = channels_last(input, grad_output), _taps_of(grad_weight)
     prepared = _prepared("bwd_weight", conv, dtype, library.vector_bytes, swap, taps)
-    if prepared is None:
-        return None
     args = prepared.args()
     args.src, args.dst = view_of(input, 3), view_of(grad_output, 3)
     args.weight = view_of(grad_weight)
@@ -135,8 +130,12 @@ def bwd_weight(
     return _launch(library, workers, prepared, args, cancelled)
 
 
+def channels_last(*activations: Array) -> bool:
+    """Whether channels of one are contiguous and its columns are not: blocks are transposed."""
+    return any(map(_swaps, activations))
+
+
 def _swaps(activation: Array) -> bool:
-    """Whether channels are contiguous and columns are not, so that blocks are transposed."""
     size = activation.itemsize
     _, groups, channels, *_ = activation.shape
     adjacent = channels == 1 or activation.strides[2] == size
@@ -172,11 +171,11 @@ def _prepared(
     vector_bytes: int,
     swap: bool,
     strides: tuple[int, ...],
-) -> _Prepared | None:
+) -> _Prepared:
     lanes = vector_bytes // sum_bytes(dtype)
     plan = PLANNED[direction](conv, sum_bytes(dtype), lanes, swap)
     if plan is None:
-        return None
+        raise Internal("the grouped kernels were chosen for planes that do not fit")
     args = PlanarArgs()
     fill(args, plan, tap_table(plan, triple(conv.kernel_size, 1), triple(strides, 0)))
     args.batch, args.groups = conv.batch, conv.groups

@@ -211,7 +211,7 @@ struct Gather {
     const i64 width = uw1 - uw0;
     // Rows of pixels with contiguous channels are written as soon as they are computed.
     const bool in_rows = result.stride[2] == 1;
-    const bool far = w.highest - w.lowest >= kTileRows;
+    const bool far = w.taps > 1 && 2 * w.apart() >= kTileRows;
     const bool at_once = in_rows && sizeof(S) == sizeof(T) && args.alpha == 1 &&
                          !args.bias.data && !(args.accumulate.data && args.beta != 0);
     i64 segment_count = 0;

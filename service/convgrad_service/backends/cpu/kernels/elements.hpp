@@ -316,6 +316,17 @@ CONVGRAD_INLINE Vec<T> splat(T value) {
   return Vec<T>(value);
 }
 
+// Keeps an accumulator in its register. Where all registers are taken, the compiler would otherwise
+// exchange accumulators in every step of a loop, through memory.
+template <class V>
+CONVGRAD_INLINE void pin(V& sum) {
+#if defined(__aarch64__)
+  __asm__("" : "+w"(sum));
+#else
+  __asm__("" : "+v"(sum));
+#endif
+}
+
 // Lanes [first, first + n) of a vector.
 template <class T, int n, int lanes, int first>
 CONVGRAD_INLINE VecN<T, n> some_lanes(VecN<T, lanes> v) {

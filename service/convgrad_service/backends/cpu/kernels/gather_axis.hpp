@@ -50,9 +50,10 @@ struct Axis {
     // After that, every phases / gcd(phases, dilation)-th.
     const i64 count = (taps - first + period - 1) / period;
     const i64 last = first + (count - 1) * period;
-    return {count, last, -period, (phase + pad - last * dilation) / phases,
-            dilation * period / phases};
+    return {count, last, -period, (phase + pad - last * dilation) / phases, apart()};
   }
+  // Returns the distance of the source coordinates of two taps of a phase.
+  i64 apart() const { return backward ? dilation * period / phases : dilation; }
   // Returns those that read the source, not padding, at step j: adjacent ones.
   CONVGRAD_INLINE Progression inside(Progression tap, i64 j) const {
     const auto outside = [&](i64 base) {

@@ -4,11 +4,12 @@
 // tile of positions of one image, for a block of groups. It packs the source box into padded planes
 // (one per channel and stride phase) and the weights in the order of use, and computes register
 // blocks of 8 channels x 3 vectors of positions. With a stride, bwd_data is one correlation per
-// phase of the result.
+// phase of the result. Planes that are stored as a box without padding would be are read in place.
 //
 // Requires: PlanarArgs from plans/planar.py, with scratch_bytes of scratch. Deterministic: each
 // element is summed by one thread in an order that depends only on the problem. Indices are 64-bit.
 // Padding is multiplied as zeros, so an infinite weight gives NaN there, in its own result channel.
+#include "matrix_copy.hpp"
 #include "planar_plan.hpp"
 
 namespace convgrad {
@@ -37,6 +38,32 @@ void pack_weights(const PlanarArgs& args, const TileOrigin& tile, typename E::Ac
   }
 }
 
+// Source planes: a tile's packed box, or the tensor itself. `offsets` are those of the terms.
+template <class T>
+struct Source {
+  const T* planes;
+  i64 group;  // elements from group to group
+  const i64* offsets;
+};
+
+// Whether the tensor is stored as boxes without padding are.
+template <class E>
+bool stored_as_boxes(const PlanarArgs& args) {
+  const View& src = args.src;
+  if (sizeof(typename E::Storage) != sizeof(typename E::Acc) || args.src_phases != 1) return false;
+  if (src.stride[5] != 1 || (args.box[1] > 1 && src.stride[4] != args.box[2])) return false;
+  if (args.box[0] > 1 && src.stride[3] != args.box[1] * args.box[2]) return false;
+  for (int d = 0; d < 3; ++d) {
+    const i64 last = args.origin[d] + ceil_div(args.dst_size[d], args.dst_step[d]) +
+                     args.box[d] - args.tile[d];
+    if (args.src_step[d] != 1 || args.origin[d] < 0 || last > args.src_size[d]) return false;
+  }
+  for (const i64 stride : src.stride) {
+    if (stride < 0) return false;
+  }
+  return true;
+}
+
 template <class E>
 void correlate_tasks(const PlanarArgs& args, Control* control, void* scratch) {
   using T = typename E::Acc;
@@ -46,7 +73,9 @@ void correlate_tasks(const PlanarArgs& args, Control* control, void* scratch) {
   const i64 weights_of_group = args.dst_channels * args.src_channels * args.taps;
   const i64 source_of_group = args.src_phases * args.src_channels * full.plane;
   Arena arena{static_cast<char*>(scratch)};
-  i64* offsets = arena.take<i64>(args.src_channels * args.taps);
+  const i64 terms = args.src_channels * args.taps;
+  i64* offsets = arena.take<i64>(terms);
+  i64* stored_offsets = arena.take<i64>(terms);
   T* weights = arena.take<T>(args.group_block * weights_of_group);
   T* source = arena.take<T>(args.group_block * source_of_group + kSlackVectors * L);
   // The two phases of every other column are written together, if columns are contiguous.
@@ -56,6 +85,12 @@ void correlate_tasks(const PlanarArgs& args, Control* control, void* scratch) {
   const i64 sums_of_phase = args.group_block * args.dst_channels * pitch;
   T* sums = arena.take<T>((pairs ? 2 : 1) * sums_of_phase);
   tap_offsets(args, full.plane, offsets);
+  i64 stored_end = INT64_MIN, furthest = 0;
+  if (stored_as_boxes<E>(args)) {
+    tap_offsets(args, args.src.stride[2], stored_offsets);
+    stored_end = span(args.src, args.batch, args.groups, args.src_channels, args.src_size);
+    for (i64 i = 0; i < terms; ++i) furthest = most(furthest, stored_offsets[i]);
+  }
   const Epilogue<T> epilogue(args);
 
   const i64 units = args.batch * tiles_of(args);
@@ -69,7 +104,18 @@ void correlate_tasks(const PlanarArgs& args, Control* control, void* scratch) {
       pack_weights<E>(args, tile, weights);
       packed_block = block;
     }
-    read_source<E>(args, tile, full.plane, source);
+    const i64 vectors = Planes::of<T>(args, tile.extent).vectors;
+    Source<T> from{source, source_of_group, offsets};
+    // The last vector may extend past the tile, but not past the tensor.
+    i64 at = tile.batch * args.src.stride[0] + tile.group * args.src.stride[1];
+    for (int d = 0; d < 3; ++d) at += (tile.start[d] + args.origin[d]) * args.src.stride[3 + d];
+    const i64 read = at + (tile.groups - 1) * args.src.stride[1] + furthest + vectors * L;
+    if (read <= stored_end) {
+      const auto* stored = static_cast<const typename E::Storage*>(args.src.data) + at;
+      from = {reinterpret_cast<const T*>(stored), args.src.stride[1], stored_offsets};
+    } else {
+      read_source<E>(args, tile, full.plane, source);
+    }
     for (i64 p = 0; p < args.dst_phases; ++p) {
       Box box;
       box.batch = tile.batch;
@@ -90,13 +136,12 @@ void correlate_tasks(const PlanarArgs& args, Control* control, void* scratch) {
         box.limit[d] = tile.extent[d];
       }
       const i64 first = args.first_tap[p] * args.src_channels;
-      const i64 terms = args.first_tap[p + 1] * args.src_channels - first;
-      const i64 vectors = Planes::of<T>(args, tile.extent).vectors;
+      const i64 count = args.first_tap[p + 1] * args.src_channels - first;
       for (i64 g = 0; g < tile.groups; ++g) {
-        const T* planes = source + g * source_of_group;
         const T* w = weights + g * weights_of_group + first * args.dst_channels;
         T* out = sums + (pairs ? p % 2 * sums_of_phase : 0) + g * args.dst_channels * pitch;
-        correlate<T>(planes, offsets + first, terms, w, args.dst_channels, out, vectors, pitch);
+        correlate<T>(from.planes + g * from.group, from.offsets + first, count, w,
+                     args.dst_channels, out, vectors, pitch);
       }
       if (pairs && p % 2 == 0) continue;
       if (pairs) box.phase[2] = 0;

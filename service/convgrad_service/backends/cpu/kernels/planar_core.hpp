@@ -35,7 +35,10 @@ CONVGRAD_INLINE void correlate_tile(const T* src, const i64* offset, i64 terms, 
       for (int k = 0; k < KT; ++k) {
         const Vec<T> w = splat(weights[j * KT + k]);
 #pragma clang loop unroll(full)
-        for (int v = 0; v < VT; ++v) sum[k][v] += values[v] * w;
+        for (int v = 0; v < VT; ++v) {
+          sum[k][v] += values[v] * w;
+          pin(sum[k][v]);
+        }
       }
     }
 #pragma clang loop unroll(full)
