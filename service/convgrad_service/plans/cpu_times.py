@@ -16,11 +16,12 @@ from convgrad_service.plans.planar import PlanarPlan
 __all__ = ["correlation_ns", "first_ns", "gather_ns", "grouped_weight_ns", "weight_ns"]
 
 # A multiplication of vectors: of positions; of two vectors of channels at a time; of one alone, whose
-# few sums do not hide the latency.
+# few sums do not hide the latency. As many multiplications of positions hide it.
 POSITIONS_NS, PAIR_NS, SINGLE_NS = 0.22, 0.18, 0.29
-# An element that is copied to or from planes: with contiguous channels, and with contiguous columns in
-# steps of 1, 2 or more. Of results, only those in steps of 3 or more are written one by one.
-CHANNELS_NS, COLUMNS_NS, APART_NS = 0.6, (0.4, 0.65, 1.65), 2.5
+HIDING = 6
+# An element copied between a tensor and planes: with contiguous channels, in steps of 1 or more; with
+# contiguous columns in steps of 1, 2 or more. A row costs as much as so many more columns.
+CHANNELS_NS, COLUMNS_NS, ROW_COLUMNS = (0.6, 1.5), (0.25, 0.4, 1.5), 16
 # A stride phase of a tile of results; a weight that is packed for planes.
 PHASE_NS, PACKED_NS = 250.0, 4.0
 # An element that the dense engines transpose; a weight that they pack; one of their partial sums.
@@ -44,28 +45,24 @@ def correlation_ns(
         Whether channels are contiguous.
     """
     source, channels = _source_and_result(dense, backward)
-    written = CHANNELS_NS if last else COLUMNS_NS[0] if plan.dst_step[2] <= 2 else APART_NS
-    results = dense.batch * dense.groups * channels * prod(plan.dst_size)
-    weights = len(plan.taps) * source * channels
-    return (
-        PACKED_NS * dense.groups * weights
-        + _tiles(dense, plan)
-        * (
-            _copied_ns(plan, source, last)
-            + PHASE_NS * len(plan.dst_phase)
-            + POSITIONS_NS * weights * _vectors(plan, lanes)
-        )
-        + written * results
+    steps, (depth, height, width) = plan.dst_step, plan.tile
+    rows = channels * depth * height
+    products = max(channels * _vectors(plan, lanes), HIDING)
+    each = _copied_ns(plan, source, lanes, last) + len(plan.dst_phase) * (
+        PHASE_NS + rows * _row_ns(width, steps[2], lanes, last)
+    )
+    return PACKED_NS * dense.groups * len(plan.taps) * source * channels + _tiles(dense, plan) * (
+        each + POSITIONS_NS * len(plan.taps) * source * products
     )
 
 
 def grouped_weight_ns(dense: Dense, plan: PlanarPlan, lanes: int, *, last: bool) -> float:
     """Estimate the grouped engine's weight gradient; see `correlation_ns`."""
     pairs = len(plan.taps) * dense.in_channels * dense.out_channels
-    gradients = dense.out_channels * plan.tile[0] * prod(plan.box[1:])
+    rows = dense.out_channels * plan.tile[0] * plan.box[1]
     return _tiles(dense, plan) * (
-        _copied_ns(plan, dense.in_channels, last, weight=True)
-        + (CHANNELS_NS if last else COLUMNS_NS[0]) * gradients
+        _copied_ns(plan, dense.in_channels, lanes, last, weight=True)
+        + rows * _row_ns(plan.box[2], 1, lanes, last)
         + (POSITIONS_NS * _vectors(plan, lanes) + SUMS_NS) * pairs
     )
 
@@ -137,11 +134,20 @@ def _vectors(plan: PlanarPlan, lanes: int) -> int:
     return -(-(((depth - 1) * box[1] + height - 1) * box[2] + width) // lanes)
 
 
-def _copied_ns(plan: PlanarPlan, channels: int, last: bool, *, weight: bool = False) -> float:
+def _copied_ns(
+    plan: PlanarPlan, channels: int, lanes: int, last: bool, *, weight: bool = False
+) -> float:
     if not (last or weight) and _stored_as_boxes(plan):
         return 0.0
-    each = CHANNELS_NS if last else COLUMNS_NS[min(plan.src_step[2], 3) - 1]
-    return each * len(plan.src_phase) * channels * prod(plan.box)
+    depth, height, width = plan.box
+    rows = len(plan.src_phase) * channels * depth * height
+    return rows * _row_ns(width, plan.src_step[2], lanes, last)
+
+
+def _row_ns(columns: int, step: int, lanes: int, last: bool) -> float:
+    if last:
+        return CHANNELS_NS[min(step, 2) - 1] * -(-columns // lanes) * lanes
+    return COLUMNS_NS[min(step, 3) - 1] * (columns + ROW_COLUMNS)
 
 
 def _stored_as_boxes(plan: PlanarPlan) -> bool:
