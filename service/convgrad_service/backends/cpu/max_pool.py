@@ -224,19 +224,17 @@ class _Scatter(NamedTuple):
 
 def _scatters(pool: PoolShape, acc_bytes: int, tensors: list[Array]) -> _Scatter | None:
     """Return the launch if windows without dilation are in contiguous planes, else None."""
-    if len(pool.input_size) != 2 or any(d != 1 for d in pool.dilation):
-        return None
-    if any(
-        array.strides[2:] != (array.shape[3] * array.itemsize, array.itemsize) for array in tensors
+    if any(d != 1 for d in pool.dilation) or not all(
+        array[0, 0].flags.c_contiguous for array in tensors
     ):
         return None
     windows = prod(pool.output_size)
-    tables_bytes = 3 * (-(-windows * acc_bytes // 64) * 64)
+    tables_bytes = 4 * (-(-windows * acc_bytes // 64) * 64)
     scratch_bytes = tables_bytes + prod(pool.input_size) * acc_bytes
     if scratch_bytes > pool_planes.SCRATCH_LIMIT_BYTES:
         return None
     planes = max(1, SCATTERED_WINDOWS // windows)
-    rows = max(1, SCATTERED_WINDOWS // pool.output_size[1])
+    rows = max(1, SCATTERED_WINDOWS // pool.output_size[-1])
     return _Scatter(-(-pool.batch * pool.channels // planes), scratch_bytes, planes, rows)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -23,6 +24,7 @@ from convgrad_service.backends.cpu.window_args import (
     window_args,
 )
 from convgrad_service.plans.cpu_device import sum_bytes
+from convgrad_service.plans.planar import PLANS_KEPT
 from convgrad_service.problems import (
     AdaptiveMaxPoolBwd,
     AdaptiveMaxPoolFwd,
@@ -53,20 +55,28 @@ def run_average_forward(
     machine: Machine, problem: AvgPoolFwd, tensors: Tensors, cancelled: Cancelled
 ) -> Ran:
     """Run avg_pool_fwd or adaptive_avg_pool_fwd."""
-    args = window_args(problem, problem.input_size, problem.output_size, 8)
-    set_windows(args.window, problem.windows)
-    _set_divisor(args, problem, _BY_OUTPUTS)
-    return _sums(machine, problem, args, tensors["input"], "output", cancelled)
+    return _sums(machine, problem, tensors["input"], "output", cancelled)
 
 
 def run_average_backward(
     machine: Machine, problem: AvgPoolBwd, tensors: Tensors, cancelled: Cancelled
 ) -> Ran:
     """Run avg_pool_bwd or adaptive_avg_pool_bwd."""
-    args = window_args(problem, problem.output_size, problem.input_size, 8)
-    set_windows(args.window, [axis.transposed() for axis in problem.windows])
-    _set_divisor(args, problem, _BY_INPUTS)
-    return _sums(machine, problem, args, tensors["grad_output"], "grad_input", cancelled)
+    return _sums(machine, problem, tensors["grad_output"], "grad_input", cancelled)
+
+
+@lru_cache(maxsize=PLANS_KEPT)
+def _averages(problem: AvgPoolFwd | AvgPoolBwd) -> tuple[WindowArgs, int]:
+    """Return the arguments without tensors, and the bytes of scratch."""
+    if isinstance(problem, AvgPoolFwd):
+        args = window_args(problem, problem.input_size, problem.output_size, 8)
+        set_windows(args.window, problem.windows)
+        _set_divisor(args, problem, _BY_OUTPUTS)
+    else:
+        args = window_args(problem, problem.output_size, problem.input_size, 8)
+        set_windows(args.window, [axis.transposed() for axis in problem.windows])
+        _set_divisor(args, problem, _BY_INPUTS)
+    return args, scratch_bytes(args, problem.dtype)
 
 
 def _set_divisor(args: WindowArgs, problem: AvgPoolFwd | AvgPoolBwd, varying: int) -> None:
@@ -83,16 +93,17 @@ def _set_divisor(args: WindowArgs, problem: AvgPoolFwd | AvgPoolBwd, varying: in
 def _sums(
     machine: Machine,
     problem: AvgPoolFwd | AvgPoolBwd,
-    args: WindowArgs,
     x: Array,
     result: str,
     cancelled: Cancelled,
 ) -> Ran:
+    template, scratch = _averages(problem)
+    args = WindowArgs.from_buffer_copy(template)
     y = machine.output(result, problem.outputs[result])
     with _Views(problem, args) as views:
         views.read("x", x)
         views.write("y", y)
-        used = _launch(machine, "window_sums", args, scratch_bytes(args, problem.dtype), cancelled)
+        used = _launch(machine, "window_sums", args, scratch, cancelled)
     return Ran({result: y}, f"window_sums/{machine.device.level}", used)
 
 

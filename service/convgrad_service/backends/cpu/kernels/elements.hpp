@@ -223,6 +223,41 @@ CONVGRAD_INLINE __m256i first_lanes(int n) {
 }
 #endif
 
+// Lanes [first, first + n) of a vector.
+template <class T, int n, int lanes, int first>
+CONVGRAD_INLINE VecN<T, n> some_lanes(VecN<T, lanes> v) {
+  if constexpr (n == 8) {
+    return __builtin_shufflevector(v, v, first, first + 1, first + 2, first + 3, first + 4,
+                                   first + 5, first + 6, first + 7);
+  } else if constexpr (n == 4) {
+    return __builtin_shufflevector(v, v, first, first + 1, first + 2, first + 3);
+  } else {
+    static_assert(n == 2);
+    return __builtin_shufflevector(v, v, first, first + 1);
+  }
+}
+
+// Stores the first n lanes in parts of half as many each. Masked stores of AVX2 take tens of cycles on
+// some CPUs.
+template <class T, int lanes>
+CONVGRAD_INLINE void store_parts(T* p, VecN<T, lanes> v, int n) {
+  if (n >= lanes) {
+    store_raw(p, v);
+  } else if constexpr (lanes == 2) {
+    if (n > 0) *p = v[0];
+  } else {
+    constexpr int half = lanes / 2;
+    VecN<T, half> rest = some_lanes<T, half, lanes, 0>(v);
+    if (n >= half) {
+      store_raw(p, rest);
+      rest = some_lanes<T, half, lanes, half>(v);
+      p += half;
+      n -= half;
+    }
+    store_parts<T, half>(p, rest, n);
+  }
+}
+
 // Masked load and store of the first n lanes, 0 <= n <= lanes. Other lanes load as zero and are not
 // stored; their memory is not accessed.
 template <class T, int lanes>
@@ -268,20 +303,8 @@ CONVGRAD_INLINE void store_raw_first(T* p, VecN<T, lanes> v, int n) {
     _mm256_mask_storeu_epi16(p, mask, __builtin_bit_cast(__m256i, v));
     return;
   }
-#elif defined(__AVX2__)
-  if constexpr (sizeof(T) == 4 && lanes == 8) {
-    _mm256_maskstore_epi32(reinterpret_cast<int*>(p), first_lanes<i32, 8>(n),
-                           __builtin_bit_cast(__m256i, v));
-    return;
-  } else if constexpr (sizeof(T) == 8 && lanes == 4) {
-    _mm256_maskstore_epi64(reinterpret_cast<long long*>(p), first_lanes<i64, 4>(n),
-                           __builtin_bit_cast(__m256i, v));
-    return;
-  }
 #endif
-  T buffer[lanes];
-  store_raw(buffer, v);
-  for (int lane = 0; lane < n; ++lane) p[lane] = buffer[lane];
+  store_parts<T, lanes>(p, v, n);
 }
 
 // Stores the last n lanes alone, at the addresses that they have in the whole vector at p.
@@ -325,20 +348,6 @@ CONVGRAD_INLINE void pin(V& sum) {
 #else
   __asm__("" : "+v"(sum));
 #endif
-}
-
-// Lanes [first, first + n) of a vector.
-template <class T, int n, int lanes, int first>
-CONVGRAD_INLINE VecN<T, n> some_lanes(VecN<T, lanes> v) {
-  if constexpr (n == 8) {
-    return __builtin_shufflevector(v, v, first, first + 1, first + 2, first + 3, first + 4,
-                                   first + 5, first + 6, first + 7);
-  } else if constexpr (n == 4) {
-    return __builtin_shufflevector(v, v, first, first + 1, first + 2, first + 3);
-  } else {
-    static_assert(n == 2);
-    return __builtin_shufflevector(v, v, first, first + 1);
-  }
 }
 
 // Sums a vector's lanes in a fixed order: recursively, lane i plus lane i + n/2.

@@ -5,7 +5,8 @@
 // A task is a few rows of y. The rows of x that contribute to a row of y are first summed into one
 // line, then windows are summed along the line: k0*k1 + k2 additions per element instead of
 // k0*k1*k2. A line holds positions (channels first) or positions x channels (channels last), so
-// additions are vectorised in both layouts.
+// additions are vectorised in both layouts. Rows of y with the same rows of x are summed once: those of a
+// gradient whose windows do not overlap.
 //
 // Requires: WindowArgs; scratch for a line of x and a line of y in accumulators (float, double for
 // F64), and for the windows along a line.
@@ -32,11 +33,11 @@ CONVGRAD_INLINE void add_stored(typename E::Acc* to, const typename E::Storage* 
     if constexpr (scaled) value *= splat<T>(factor);
     store_raw(to + i, load_raw<Vec<T>>(to + i) + value);
   }
-  for (; i < count; ++i) {
-    const T stored = load_one<E>(from + i);
-    const T value = scaled ? stored * factor : stored;
-    to[i] += value;
-  }
+  if (i == count) return;
+  // What follows is only added zeros.
+  Vec<T> value = load_first<E>(from + i, static_cast<int>(count - i));
+  if constexpr (scaled) value *= splat<T>(factor);
+  store_raw(to + i, load_raw<Vec<T>>(to + i) + value);
 }
 
 template <class T>
@@ -58,7 +59,9 @@ CONVGRAD_INLINE void store_divided(typename E::Storage* to, const typename E::Ac
   for (; i + lanes <= count; i += lanes) {
     store<E>(to + i, load_raw<Vec<T>>(from + i) / splat<T>(divisor));
   }
-  for (; i < count; ++i) store_one<E>(to + i, from[i] / divisor);
+  if (i == count) return;
+  const Vec<T> rest = load_raw<Vec<T>>(from + i) / splat<T>(divisor);
+  store_first<E>(to + i, rest, static_cast<int>(count - i));
 }
 
 // The windows along a line, which are the same for all lines; the table saves divisions.
@@ -126,6 +129,16 @@ void windows_of_line(const WindowArgs& args, const LineWindows<T>& windows, T* l
   }
 }
 
+// The rows of x of a plane or block that are summed for a row of y.
+struct RowsMet {
+  i64 n, c;
+  i64 start[2], stop[2];
+  bool same(const RowsMet& other) const {
+    return n == other.n && c == other.c && start[0] == other.start[0] && stop[0] == other.stop[0] &&
+           start[1] == other.start[1] && stop[1] == other.stop[1];
+  }
+};
+
 template <class E>
 void window_sums(const WindowArgs& args, Control* control, void* scratch) {
   using T = typename E::Acc;
@@ -134,35 +147,42 @@ void window_sums(const WindowArgs& args, Control* control, void* scratch) {
   const i64 most_lanes = args.lanes ? args.lanes : 1;
   T* const sums = line + (args.x_size[2] * most_lanes + 15) / 16 * 16;
   const LineWindows<T> windows(args, sums + (args.y_size[2] * most_lanes + 15) / 16 * 16);
-  each_row(args, control, [&](const OutputRow& row) {
-    const i64 width = row.count, extent = args.x_size[2];
+  const auto add_rows = [&](const RowsMet& met, i64 width) {
+    const i64 extent = args.x_size[2];
     // Rows are contiguous if a block has all channels.
     const bool together = args.x.step == width;
     clear(line, extent * width);
-    for (i64 i0 = args.window[0].start(row.o0); i0 < args.window[0].stop(row.o0); ++i0) {
-      for (i64 i1 = args.window[1].start(row.o1); i1 < args.window[1].stop(row.o1); ++i1) {
+    for (i64 i0 = met.start[0]; i0 < met.stop[0]; ++i0) {
+      for (i64 i1 = met.start[1]; i1 < met.stop[1]; ++i1) {
         const i64 position = (i0 * args.x_size[1] + i1) * extent;
-        const Storage* from = at<const Storage>(args.x, row.n, row.c, position);
-        if (args.divide == kByInputs) {
-          const T factor =
-              T(1) / static_cast<T>(args.counted[0].size(i0) * args.counted[1].size(i1));
-          if (together) {
-            add_stored<E, true>(line, from, extent * width, factor);
-          } else {
-            for (i64 i = 0; i < extent; ++i) {
-              add_stored<E, true>(line + i * width, from + i * args.x.step, width, factor);
-            }
-          }
-        } else if (together) {
-          add_stored<E, false>(line, from, extent * width, T(1));
-        } else {
-          for (i64 i = 0; i < extent; ++i) {
-            add_stored<E, false>(line + i * width, from + i * args.x.step, width, T(1));
-          }
+        const Storage* from = at<const Storage>(args.x, met.n, met.c, position);
+        const bool scaled = args.divide == kByInputs;
+        const T factor =
+            scaled ? T(1) / static_cast<T>(args.counted[0].size(i0) * args.counted[1].size(i1))
+                   : T(1);
+        for (i64 i = 0; i < (together ? 1 : extent); ++i) {
+          T* const to = line + i * width;
+          const Storage* const stored = from + i * args.x.step;
+          const i64 count = together ? extent * width : width;
+          scaled ? add_stored<E, true>(to, stored, count, factor)
+                 : add_stored<E, false>(to, stored, count, factor);
         }
       }
     }
-    windows_of_line(args, windows, line, sums, width);
+  };
+  RowsMet summed{-1, -1, {}, {}};
+  each_row(args, control, [&](const OutputRow& row) {
+    const i64 width = row.count, o[2] = {row.o0, row.o1};
+    RowsMet met{row.n, row.c, {}, {}};
+    for (int d = 0; d < 2; ++d) {
+      met.start[d] = args.window[d].start(o[d]);
+      met.stop[d] = args.window[d].stop(o[d]);
+    }
+    if (!met.same(summed)) {
+      add_rows(met, width);
+      windows_of_line(args, windows, line, sums, width);
+      summed = met;
+    }
     const i64 position = (row.o0 * args.y_size[1] + row.o1) * args.y_size[2];
     Storage* to = at<Storage>(args.y, row.n, row.c, position);
     if (args.divide != kByOutputs && args.y.step == width) {
