@@ -42,6 +42,8 @@ LARGEST_PLANE = 2**31 - 1
 PLANE_KERNELS = ("pool_planes_forward", "pool_planes_backward")
 # Windows whose gradients are scattered together, and least of a task.
 SCATTERED_WINDOWS = 256
+# With contiguous channels, a task has as many as make about so many tasks, but no fewer than this.
+CHANNEL_TASKS, SCATTERED_CHANNELS = 4, 64
 
 
 def forward(
@@ -185,8 +187,8 @@ def _prepared_backward(
         args.from_indices = 1
         scatter = _scatters(pool, acc_bytes, tensors)
         if scatter is not None:
-            args.tile[:2] = scatter.planes, scatter.rows
-            return _prepared(args, "pool_planes_indices", scatter)
+            args.tile[:2] = scatter.tile
+            return _prepared(args, scatter.kernel, scatter)
     else:
         planes = planes_args(pool, acc_bytes, vector_bytes, args, tensors[2], tensors)
         if planes is not None:
@@ -214,19 +216,25 @@ def _prepared(args: PoolArgs, kernel: str, launch: PoolPlan | _Launch | _Scatter
 
 
 class _Scatter(NamedTuple):
-    """A launch of kernels/pool_planes_indices.cpp: planes per task, rows of windows together."""
+    """A launch of a kernel that adds gradients at given indices, and its tile of two sizes."""
 
     tasks: int
     scratch_bytes: int
-    planes: int
-    rows: int
+    kernel: str
+    tile: tuple[int, int]
 
 
 def _scatters(pool: PoolShape, acc_bytes: int, tensors: list[Array]) -> _Scatter | None:
-    """Return the launch if windows without dilation are in contiguous planes, else None."""
-    if any(d != 1 for d in pool.dilation) or not all(
-        array[0, 0].flags.c_contiguous for array in tensors
-    ):
+    """Return the launch if windows have no dilation, and planes or channels are contiguous."""
+    if any(d != 1 for d in pool.dilation):
+        return None
+    last = all(np.moveaxis(array, 1, -1)[0].flags.c_contiguous for array in tensors)
+    if last and pool.channels > 1 and tensors[1].itemsize == acc_bytes:
+        parts = -(-CHANNEL_TASKS // pool.batch)
+        channels = min(pool.channels, max(SCATTERED_CHANNELS, -(-pool.channels // parts)))
+        tasks = pool.batch * -(-pool.channels // channels)
+        return _Scatter(tasks, 0, "pool_channels_indices", (channels, 1))
+    if not all(array[0, 0].flags.c_contiguous for array in tensors):
         return None
     windows = prod(pool.output_size)
     tables_bytes = 4 * (-(-windows * acc_bytes // 64) * 64)
@@ -235,7 +243,8 @@ def _scatters(pool: PoolShape, acc_bytes: int, tensors: list[Array]) -> _Scatter
         return None
     planes = max(1, SCATTERED_WINDOWS // windows)
     rows = max(1, SCATTERED_WINDOWS // pool.output_size[-1])
-    return _Scatter(-(-pool.batch * pool.channels // planes), scratch_bytes, planes, rows)
+    tasks = -(-pool.batch * pool.channels // planes)
+    return _Scatter(tasks, scratch_bytes, "pool_planes_indices", (planes, rows))
 
 
 def _wrong_index(pool: PoolShape, indices: Array) -> str:
