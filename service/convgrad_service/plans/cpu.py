@@ -129,7 +129,8 @@ def choose(
             times["dense"] = weight_ns(dense, lanes, last=last)
         else:
             times["dense"] = gather_ns(dense, lanes, backward=direction == "bwd_data", last=last)
-        if direction == "bwd_weight" and dense.in_channels <= FIRST_VECTORS * lanes:
+        few = dense.in_channels <= FIRST_VECTORS * lanes
+        if direction == "bwd_weight" and few and "dense" in times:
             plans["first"] = _first_plan(conv, dtype, device)
             if plans["first"] is not None:
                 times["first"] = first_ns(dense, lanes, last=last)
