@@ -101,10 +101,10 @@ def task_count(args: WindowArgs) -> int:
 
 
 def scratch_bytes(args: WindowArgs, dtype: DType) -> int:
-    """Return window_sums' scratch: a row of x and of y in the sum type, and a row's windows."""
+    """Return window_sums' scratch: a row of x and of y in the sum type, and all windows."""
     width = max(1, args.lanes)
     elements = (args.x_size[2] + args.y_size[2]) * width + 32 + max(args.x_size[2], args.y_size[2])
-    return int(elements * sum_bytes(dtype) + 16 * args.y_size[2])
+    return int(elements * sum_bytes(dtype) + 16 * sum(args.y_size))
 
 
 def planes(array: Array, layout: Layout) -> PlaneView | None:

@@ -9,7 +9,7 @@
 // gradient whose windows do not overlap.
 //
 // Requires: WindowArgs; scratch for a line of x and a line of y in accumulators (float, double for
-// F64), and for the windows along a line.
+// F64), and for the windows in each dimension.
 // Deterministic: the order of summation depends only on the window.
 #include "windows.hpp"
 
@@ -64,21 +64,25 @@ CONVGRAD_INLINE void store_divided(typename E::Storage* to, const typename E::Ac
   store_first<E>(to + i, rest, static_cast<int>(count - i));
 }
 
-// The windows along a line, which are the same for all lines; the table saves divisions.
+// The windows in each dimension, which are the same for all lines; the tables save divisions.
 template <class T>
 struct LineWindows {
-  i64* start;   // for each position of y
-  i64* stop;
-  T* size;      // divisor of each window of y (kByOutputs) or x (kByInputs)
+  i64* start[3];  // for each position of y
+  i64* stop[3];
+  T* size;        // divisor of each window of y (kByOutputs) or x (kByInputs)
 
   LineWindows(const WindowArgs& args, void* scratch) {
-    start = static_cast<i64*>(scratch);
-    stop = start + args.y_size[2];
-    size = reinterpret_cast<T*>(stop + args.y_size[2]);
-    for (i64 o = 0; o < args.y_size[2]; ++o) {
-      start[o] = args.window[2].start(o);
-      stop[o] = args.window[2].stop(o);
+    i64* at = static_cast<i64*>(scratch);
+    for (int d = 0; d < 3; ++d) {
+      start[d] = at;
+      stop[d] = at + args.y_size[d];
+      at += 2 * args.y_size[d];
+      for (i64 o = 0; o < args.y_size[d]; ++o) {
+        start[d][o] = args.window[d].start(o);
+        stop[d][o] = args.window[d].stop(o);
+      }
     }
+    size = reinterpret_cast<T*>(at);
     const i64 sizes = args.divide == kByOne ? 0 : args.divide == kByInputs ? args.x_size[2]
                                                                          : args.y_size[2];
     for (i64 i = 0; i < sizes; ++i) size[i] = static_cast<T>(args.counted[2].size(i));
@@ -116,14 +120,14 @@ void windows_of_line(const WindowArgs& args, const LineWindows<T>& windows, T* l
     return;
   }
   for (i64 o = 0; o < extent; ++o) {
-    const i64 stop = windows.stop[o];
+    const i64 stop = windows.stop[2][o];
     if (width == 1) {
       T sum = T(0);
-      for (i64 i = windows.start[o]; i < stop; ++i) sum += line[i];
+      for (i64 i = windows.start[2][o]; i < stop; ++i) sum += line[i];
       sums[o] = sum;
       continue;
     }
-    for (i64 i = windows.start[o]; i < stop; ++i) {
+    for (i64 i = windows.start[2][o]; i < stop; ++i) {
       add_sums(sums + o * width, line + i * width, width);
     }
   }
@@ -175,8 +179,8 @@ void window_sums(const WindowArgs& args, Control* control, void* scratch) {
     const i64 width = row.count, o[2] = {row.o0, row.o1};
     RowsMet met{row.n, row.c, {}, {}};
     for (int d = 0; d < 2; ++d) {
-      met.start[d] = args.window[d].start(o[d]);
-      met.stop[d] = args.window[d].stop(o[d]);
+      met.start[d] = windows.start[d][o[d]];
+      met.stop[d] = windows.stop[d][o[d]];
     }
     if (!met.same(summed)) {
       add_rows(met, width);
@@ -189,7 +193,8 @@ void window_sums(const WindowArgs& args, Control* control, void* scratch) {
       const T divisor = args.divide == kByOne ? static_cast<T>(args.divisor) : T(1);
       return store_divided<E>(to, sums, args.y_size[2] * width, divisor);
     }
-    const i64 outer = args.counted[0].size(row.o0) * args.counted[1].size(row.o1);
+    const i64 outer =
+        args.divide == kByOutputs ? args.counted[0].size(row.o0) * args.counted[1].size(row.o1) : 0;
     for (i64 o = 0; o < args.y_size[2]; ++o) {
       T divisor = T(1);
       if (args.divide == kByOne) divisor = static_cast<T>(args.divisor);

@@ -67,13 +67,22 @@ CONVGRAD_INLINE void each_row(const WindowArgs& args, Control* control, Visit vi
   const i64 rows = args.batch * blocks * args.y_size[0] * args.y_size[1];
   const i64 tasks = (rows + args.rows_per_task - 1) / args.rows_per_task;
   for (i64 task; (task = take_task(control, 0, tasks)) >= 0;) {
-    const i64 end = least(rows, (task + 1) * args.rows_per_task);
-    for (i64 row = task * args.rows_per_task; row < end; ++row) {
+    const i64 begin = task * args.rows_per_task, end = least(rows, begin + args.rows_per_task);
+    i64 plane = begin / args.y_size[1] / args.y_size[0];
+    OutputRow row{0, 0, 0, begin / args.y_size[1] % args.y_size[0], begin % args.y_size[1]};
+    for (i64 i = begin; i < end; ++i) {
       if (__atomic_load_n(&control->cancelled, __ATOMIC_RELAXED)) return;
-      const i64 plane = row / args.y_size[1] / args.y_size[0];
-      const i64 c = plane % blocks * width;
-      visit(OutputRow{plane / blocks, c, least(width, args.channels - c),
-                      row / args.y_size[1] % args.y_size[0], row % args.y_size[1]});
+      if (i == begin || (row.o0 == 0 && row.o1 == 0)) {
+        row.n = plane / blocks;
+        row.c = plane % blocks * width;
+        row.count = least(width, args.channels - row.c);
+      }
+      visit(row);
+      if (++row.o1 < args.y_size[1]) continue;
+      row.o1 = 0;
+      if (++row.o0 < args.y_size[0]) continue;
+      row.o0 = 0;
+      ++plane;
     }
   }
 }
