@@ -20,7 +20,15 @@ try:
 except ImportError:
     sys.exit("bench-cpu compares with PyTorch: run `make bench-cpu`, or install torch (CPU build)")
 
-__all__ = ["LAYERS", "Layer", "Pair", "pairs"]
+__all__ = [
+    "LAYERS",
+    "Layer",
+    "Pair",
+    "convolution_pairs",
+    "pairs",
+    "pooling_pairs",
+    "transposed_pairs",
+]
 
 FIRST, LAST = {1: "NCW", 2: "NCHW", 3: "NCDHW"}, {1: "NWC", 2: "NHWC", 3: "NDHWC"}
 MEMORY_FORMAT = {2: torch.channels_last, 3: torch.channels_last_3d}
@@ -130,11 +138,13 @@ class Pair:
 
 
 def pairs(backend: CpuBackend, layer: Layer) -> Iterator[Pair]:
-    """Every operation of a layer in both layouts."""
-    own = {"pool": pool_pairs, "average": average_pairs, "transposed": transposed_pairs}
+    """Every operation of a layer in both layouts, without forward passes of maxima."""
+    own = {"pool": pooling_pairs, "average": pooling_pairs, "transposed": transposed_pairs}
     make = own.get(layer.kind, convolution_pairs)
     for last in (False, True):
-        yield from make(backend, layer, last)
+        for pair in make(backend, layer, last):
+            if pair.operation != "maxpool2d_fwd":
+                yield pair
 
 
 def convolution_pairs(
@@ -213,7 +223,7 @@ def transposed_pairs(backend: CpuBackend, layer: Layer, last: bool) -> Iterator[
     # A 1D layer in channels_last is one of height 1.
     flat = [1] if last and layer.ndim == 1 else []
     zeros = [0] * (len(flat) + layer.ndim)
-    padding = zeros[: len(flat)] + [*layer.padding]
+    padding = [*zeros[: len(flat)], *layer.padding]
     window = [*flat, *layer.stride], padding, [*flat, *layer.dilation]
     steps = (*window, True, zeros, layer.groups)
     channels, every = [layer.out_channels], [True, True, True]
@@ -236,63 +246,11 @@ def transposed_pairs(backend: CpuBackend, layer: Layer, last: bool) -> Iterator[
     )
 
 
-def pool_pairs(backend: CpuBackend, layer: Layer, last: bool) -> Iterator[Pair]:
-    rng = np.random.default_rng(0)
-    x = rng.standard_normal((layer.batch, layer.in_channels, *layer.size), np.float32)
-    y = rng.standard_normal((layer.batch, layer.in_channels, *layer.output_size), np.float32)
-    layout = (LAST if last else FIRST)[layer.ndim]
-    window = ([*layer.kernel], [*layer.stride], [*layer.padding], [*layer.dilation], False)
-    their_x, their_y = _tensor(x, last), _tensor(y, last)
-    indices = torch.ops.aten.max_pool2d_with_indices(their_x, *window)[1]
-    params = {"kernel_size": layer.kernel, "stride": layer.stride, "padding": layer.padding}
-    given = _laid(indices.numpy(), last)
-    yield Pair(
-        layer,
-        "maxpool2d_bwd",
-        layout,
-        _ours(
-            backend,
-            "maxpool2d_bwd",
-            {"grad_output": _laid(y, last), "indices": given},
-            {**params, "layout": layout, "input_size": layer.size},
-        ),
-        lambda: torch.ops.aten.max_pool2d_with_indices_backward(their_y, their_x, *window, indices),
-    )
-
-
-def average_pairs(backend: CpuBackend, layer: Layer, last: bool) -> Iterator[Pair]:
-    """PyTorch's gradient in channels last is timed though it is wrong: see `gpu_poolings`."""
-    rng = np.random.default_rng(0)
-    x = rng.standard_normal((layer.batch, layer.in_channels, *layer.size), np.float32)
-    y = rng.standard_normal((layer.batch, layer.in_channels, *layer.output_size), np.float32)
-    layout = (LAST if last else FIRST)[layer.ndim]
-    window = [*layer.kernel], [*layer.stride], [*layer.padding], False, True, None
-    their_x, their_y = _tensor(x, last), _tensor(y, last)
-    params = {
-        "kernel_size": layer.kernel,
-        "stride": layer.stride,
-        "padding": layer.padding,
-        "layout": layout,
-    }
-    given = {"grad_output": _laid(y, last)}
-    yield Pair(
-        layer,
-        "avg_pool_fwd",
-        layout,
-        _ours(backend, "avg_pool_fwd", {"input": _laid(x, last)}, params),
-        lambda: torch.ops.aten.avg_pool2d(their_x, *window),
-    )
-    yield Pair(
-        layer,
-        "avg_pool_bwd",
-        layout,
-        _ours(backend, "avg_pool_bwd", given, {**params, "input_size": layer.size}),
-        lambda: torch.ops.aten.avg_pool2d_backward(their_y, their_x, *window),
-    )
-
-
 def pooling_pairs(backend: CpuBackend, layer: Layer, last: bool) -> Iterator[Pair]:
-    """Maxima or averages and their gradients; one dimension is computed as PyTorch does, as two."""
+    """Maxima or averages and their gradients; PyTorch computes one dimension as two as well.
+
+    Its gradient of averages in channels last is timed though it is wrong: see `gpu_poolings`.
+    """
     rng = np.random.default_rng(0)
     x = rng.standard_normal((layer.batch, layer.in_channels, *layer.size), np.float32)
     y = rng.standard_normal((layer.batch, layer.in_channels, *layer.output_size), np.float32)

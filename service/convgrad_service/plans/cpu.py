@@ -49,9 +49,10 @@ Engine = Literal["first", "grouped", "dense", "direct"]
 ENGINES: tuple[Engine, ...] = ("first", "grouped", "dense", "direct")
 PLANNED = {"fwd": forward_plan, "bwd_data": bwd_data_plan, "bwd_weight": bwd_weight_plan}
 
-# The grouped kernels vectorise over positions or, in depthwise layers, groups; the dense kernels over
-# the channels of one group: "dense" those that are contiguous in the result, in a weight gradient those
-# of the input, and "first" those of the output. With more channels on both sides, "dense" is the fastest.
+# The vectors of the grouped kernels are positions or, in depthwise layers, groups; those of the
+# dense kernels are channels of a group: of the result, in a weight gradient of the input or, in
+# "first", of the output. "dense" is the fastest where both sides have more channels than the first
+# of these limits; "first" is no faster where the input has more vectors than the second.
 GROUPED_CHANNELS = 32
 FIRST_VECTORS = 2
 

@@ -15,12 +15,12 @@ from convgrad_service.plans.planar import PlanarPlan
 
 __all__ = ["correlation_ns", "first_ns", "gather_ns", "grouped_weight_ns", "weight_ns"]
 
-# A multiplication of vectors: of positions; of two vectors of channels at a time; of one alone, whose
-# few sums do not hide the latency. As many multiplications of positions hide it.
+# A multiplication of vectors: of positions; of two vectors of channels at a time; of one alone,
+# whose few sums do not hide the latency. As many multiplications of positions hide it.
 POSITIONS_NS, PAIR_NS, SINGLE_NS = 0.22, 0.18, 0.29
 HIDING = 6
-# An element copied between a tensor and planes: with contiguous channels, in steps of 1 or more; with
-# contiguous columns in steps of 1, 2 or more. A row costs as much as so many more columns.
+# An element copied between a tensor and planes: with contiguous channels, in steps of 1 or more;
+# with contiguous columns in steps of 1, 2 or more. A row costs as much as so many more columns.
 CHANNELS_NS, COLUMNS_NS, ROW_COLUMNS = (0.6, 1.5), (0.25, 0.4, 1.5), 16
 # A stride phase of a tile of results; a weight that is packed for planes.
 PHASE_NS, PACKED_NS = 250.0, 4.0

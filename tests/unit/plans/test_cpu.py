@@ -154,3 +154,26 @@ def test_few_channels_a_group_go_to_the_grouped_kernels() -> None:
     assert few.engine == "grouped"
     assert many.engine == "dense"
     assert many.passed_over == (("grouped", "64 channels per group are more than 32"),)
+
+
+@pytest.mark.parametrize(
+    ("direction", "channels", "out_channels", "last", "engine"),
+    [
+        # Lanes of channels would be mostly empty, those of positions are full.
+        ("bwd_data", 3, 64, False, "grouped"),
+        ("fwd", 64, 2, False, "grouped"),
+        ("bwd_weight", 3, 64, True, "first"),
+        ("bwd_weight", 64, 3, True, "dense"),
+        ("fwd", 64, 64, False, "dense"),
+        ("bwd_data", 256, 256, True, "dense"),
+    ],
+)
+@pytest.mark.parametrize("level", ["x86_64_v3", "x86_64_v4"])
+def test_vectors_are_filled(
+    level: str, direction: str, channels: int, out_channels: int, last: bool, engine: str
+) -> None:
+    device = CpuDevice(level, 2, 256 * MIB)
+    shape = conv(channels=channels, out_channels=out_channels, size=(56, 56), kernel=3, padding=1)
+    choice = choose(direction, shape, DType.FLOAT32, device, last)  # type: ignore[arg-type]
+    assert choice.engine == engine
+    assert all(name != engine and reason for name, reason in choice.passed_over)
