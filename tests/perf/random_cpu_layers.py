@@ -43,7 +43,7 @@ def random_cpu_layers(seed: int, count: int, kinds: set[str] | None = None) -> I
     while count > 0:
         (kind,) = draw.choices(list(weights), list(weights.values()))
         layer = _drawn(draw, kind)
-        if min(*layer.size, *layer.output_size) < 1:
+        if min(layer.output_size) < 1 or min(layer.size) < layer.kernel[0]:
             continue
         elements = layer.batch * max(
             layer.in_channels * math.prod(layer.size),

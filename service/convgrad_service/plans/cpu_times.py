@@ -2,8 +2,8 @@
 
 What an engine wastes depends on the layer: lanes without channels, padding between rows, copies. An
 estimate adds up what is copied, multiplied and written, with costs in nanoseconds on one core that
-were fitted to random layers (AMD Zen 3, AVX2). It ignores threads, because the choice of the kernel
-determines the bits of a result.
+were fitted to random layers (AVX2 on AMD Zen 3). It ignores threads, because the choice of the
+kernel determines the bits of a result.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ __all__ = ["correlation_ns", "first_ns", "gather_ns", "grouped_weight_ns", "weig
 # whose few sums do not hide the latency. As many multiplications of positions hide it.
 POSITIONS_NS, PAIR_NS, SINGLE_NS = 0.22, 0.18, 0.29
 HIDING = 6
-# An element copied between a tensor and planes: with contiguous channels, in steps of 1 or more;
-# with contiguous columns in steps of 1, 2 or more. A row costs as much as so many more columns.
-CHANNELS_NS, COLUMNS_NS, ROW_COLUMNS = (0.6, 1.5), (0.25, 0.4, 1.5), 16
+# What is copied between a tensor and planes: with contiguous channels squares of vectors, whose
+# columns are in steps of 1 or more; with contiguous columns elements in steps of 1, 2 or more, and
+# a row costs as much as so many more of them.
+SQUARE_NS, COLUMNS_NS, ROW_COLUMNS = (40.0, 100.0), (0.25, 0.4, 1.5), 16
 # A stride phase of a tile of results; a weight that is packed for planes.
-PHASE_NS, PACKED_NS = 250.0, 4.0
-# An element that the dense engines transpose; a weight that they pack; one of their partial sums.
-TRANSPOSED_NS, WEIGHT_NS, PARTIAL_NS = 0.2, 0.6, 0.5
+PHASE_NS, PACKED_NS = 250.0, 12.0
+# An element that the dense engines transpose, or else a pixel that they copy; a weight that they
+# pack; one of their partial sums.
+TRANSPOSED_NS, PIXEL_NS, WEIGHT_NS, PARTIAL_NS = 0.2, 1.5, 0.6, 0.5
 # A register tile, of about so many rows: its call, loads and stores. The sums of a few products.
 TILE_NS, TILE_ROWS, SUMS_NS = 27.0, 5, 2.5
 
@@ -48,8 +50,9 @@ def correlation_ns(
     steps, (depth, height, width) = plan.dst_step, plan.tile
     rows = channels * depth * height
     products = max(channels * _vectors(plan, lanes), HIDING)
-    each = _copied_ns(plan, source, lanes, last) + len(plan.dst_phase) * (
-        PHASE_NS + rows * _row_ns(width, steps[2], lanes, last)
+    filled = dense.groups * channels if last else 0
+    each = _copied_ns(dense, plan, source, lanes, last) + len(plan.dst_phase) * (
+        PHASE_NS + rows * _row_ns(width, steps[2], lanes, filled)
     )
     return PACKED_NS * dense.groups * len(plan.taps) * source * channels + _tiles(dense, plan) * (
         each + POSITIONS_NS * len(plan.taps) * source * products
@@ -61,8 +64,8 @@ def grouped_weight_ns(dense: Dense, plan: PlanarPlan, lanes: int, *, last: bool)
     pairs = len(plan.taps) * dense.in_channels * dense.out_channels
     rows = dense.out_channels * plan.tile[0] * plan.box[1]
     return _tiles(dense, plan) * (
-        _copied_ns(plan, dense.in_channels, lanes, last, weight=True)
-        + rows * _row_ns(plan.box[2], 1, lanes, last)
+        _copied_ns(dense, plan, dense.in_channels, lanes, last, weight=True)
+        + rows * _row_ns(plan.box[2], 1, lanes, dense.groups * dense.out_channels if last else 0)
         + (POSITIONS_NS * _vectors(plan, lanes) + SUMS_NS) * pairs
     )
 
@@ -76,41 +79,57 @@ def gather_ns(dense: Dense, lanes: int, *, backward: bool, last: bool) -> float:
     rows = images * result[0] * result[1] * min(steps[2], result[2])
     pixels, blocks = images * prod(result), -(-channels // (2 * lanes))
     return (
-        pixels * dense.taps / prod(steps) * source * _products_ns(channels, lanes)
+        pixels * _taps_met(dense) / prod(steps) * source * _products_ns(channels, lanes)
         + TILE_NS * (pixels / TILE_ROWS + rows) * blocks
-        + (0 if last else TRANSPOSED_NS * images * prod(read) * source)
+        + images * prod(read) * (PIXEL_NS if last else TRANSPOSED_NS * source)
         + WEIGHT_NS * dense.groups * dense.taps * source * blocks * 2 * lanes
     )
 
 
 def weight_ns(dense: Dense, lanes: int, *, last: bool) -> float:
     """Estimate the dense engine's weight gradient: vectors are input channels."""
-    tiles = dense.taps * dense.out_channels / TILE_ROWS
-    return _weight_ns(dense, dense.out_channels, dense.in_channels, tiles, lanes, last=last)
+    channels = dense.out_channels, dense.in_channels
+    products = _products_of_weight_ns(dense, _taps_met(dense), *channels, lanes)
+    return products + _copied_of_weight_ns(dense, last)
 
 
 def first_ns(dense: Dense, lanes: int, *, last: bool) -> float:
     """Estimate the "first" engine's weight gradient: vectors are output channels."""
-    tiles = dense.taps * dense.in_channels / TILE_ROWS
-    sums = dense.groups * dense.taps * dense.in_channels * dense.out_channels
-    return PARTIAL_NS * sums + _weight_ns(
-        dense, dense.in_channels, dense.out_channels, tiles, lanes, last=last
+    channels = dense.in_channels, dense.out_channels
+    sums = dense.groups * dense.taps * prod(channels)
+    return (
+        PARTIAL_NS * sums
+        + _products_of_weight_ns(dense, dense.taps, *channels, lanes)
+        + _copied_of_weight_ns(dense, last)
     )
 
 
-def _weight_ns(
-    dense: Dense, rows: int, channels: int, tiles: float, lanes: int, *, last: bool
+def _products_of_weight_ns(
+    dense: Dense, taps: float, rows: int, channels: int, lanes: int
 ) -> float:
     pixels = dense.batch * dense.groups * prod(dense.output)
-    copied = pixels * dense.out_channels + dense.batch * dense.groups * dense.in_channels * prod(
-        dense.input
-    )
-    blocks = -(-channels // (2 * lanes))
-    return (
-        pixels * dense.taps * rows * _products_ns(channels, lanes)
-        + TILE_NS * tiles * blocks * pixels / GROUP_PIXELS
-        + (0 if last else TRANSPOSED_NS * copied)
-    )
+    tiles = taps * rows / TILE_ROWS * -(-channels // (2 * lanes))
+    return pixels * (taps * rows * _products_ns(channels, lanes) + TILE_NS * tiles / GROUP_PIXELS)
+
+
+def _copied_of_weight_ns(dense: Dense, last: bool) -> float:
+    each = (PIXEL_NS, PIXEL_NS) if last else (dense.in_channels, dense.out_channels)
+    scale = 1.0 if last else TRANSPOSED_NS
+    copied = each[0] * prod(dense.input) + each[1] * prod(dense.output)
+    return scale * dense.batch * dense.groups * copied
+
+
+def _taps_met(dense: Dense) -> float:
+    """Return the mean number of taps of an output; the dense kernels skip rows of padding."""
+    met = float(dense.kernel[2])
+    for d in range(2):
+        pairs, stride = 0, dense.stride[d]
+        for tap in range(dense.kernel[d]):
+            shift = dense.pad[d] - tap * dense.dilation[d]
+            last = min(dense.output[d] - 1, (dense.input[d] - 1 + shift) // stride)
+            pairs += max(0, last - max(0, -(-shift // stride)) + 1)
+        met *= pairs / dense.output[d]
+    return met
 
 
 def _source_and_result(dense: Dense, backward: bool) -> tuple[int, int]:
@@ -135,18 +154,20 @@ def _vectors(plan: PlanarPlan, lanes: int) -> int:
 
 
 def _copied_ns(
-    plan: PlanarPlan, channels: int, lanes: int, last: bool, *, weight: bool = False
+    dense: Dense, plan: PlanarPlan, channels: int, lanes: int, last: bool, *, weight: bool = False
 ) -> float:
     if not (last or weight) and _stored_as_boxes(plan):
         return 0.0
     depth, height, width = plan.box
     rows = len(plan.src_phase) * channels * depth * height
-    return rows * _row_ns(width, plan.src_step[2], lanes, last)
+    filled = dense.groups * channels if last else 0
+    return rows * _row_ns(width, plan.src_step[2], lanes, filled)
 
 
-def _row_ns(columns: int, step: int, lanes: int, last: bool) -> float:
-    if last:
-        return CHANNELS_NS[min(step, 2) - 1] * -(-columns // lanes) * lanes
+def _row_ns(columns: int, step: int, lanes: int, filled: int) -> float:
+    """Return the cost of a row of a channel, of ``filled`` contiguous ones or, if 0, of columns."""
+    if filled:
+        return SQUARE_NS[min(step, 2) - 1] * -(-columns // lanes) / min(filled, lanes)
     return COLUMNS_NS[min(step, 3) - 1] * (columns + ROW_COLUMNS)
 
 
