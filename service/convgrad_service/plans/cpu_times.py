@@ -81,7 +81,7 @@ def gather_ns(dense: Dense, lanes: int, *, backward: bool, last: bool) -> float:
     return (
         pixels * _taps_met(dense) / prod(steps) * source * _products_ns(channels, lanes)
         + TILE_NS * (pixels / TILE_ROWS + rows) * blocks
-        + images * prod(read) * (PIXEL_NS if last else TRANSPOSED_NS * source)
+        + images * prod(read) * _pixel_ns(source, lanes, last)
         + WEIGHT_NS * dense.groups * dense.taps * source * blocks * 2 * lanes
     )
 
@@ -90,7 +90,7 @@ def weight_ns(dense: Dense, lanes: int, *, last: bool) -> float:
     """Estimate the dense engine's weight gradient: vectors are input channels."""
     channels = dense.out_channels, dense.in_channels
     products = _products_of_weight_ns(dense, _taps_met(dense), *channels, lanes)
-    return products + _copied_of_weight_ns(dense, last)
+    return products + _copied_of_weight_ns(dense, lanes, last)
 
 
 def first_ns(dense: Dense, lanes: int, *, last: bool) -> float:
@@ -100,7 +100,7 @@ def first_ns(dense: Dense, lanes: int, *, last: bool) -> float:
     return (
         PARTIAL_NS * sums
         + _products_of_weight_ns(dense, dense.taps, *channels, lanes)
-        + _copied_of_weight_ns(dense, last)
+        + _copied_of_weight_ns(dense, lanes, last)
     )
 
 
@@ -112,11 +112,14 @@ def _products_of_weight_ns(
     return pixels * (taps * rows * _products_ns(channels, lanes) + TILE_NS * tiles / GROUP_PIXELS)
 
 
-def _copied_of_weight_ns(dense: Dense, last: bool) -> float:
-    each = (PIXEL_NS, PIXEL_NS) if last else (dense.in_channels, dense.out_channels)
-    scale = 1.0 if last else TRANSPOSED_NS
-    copied = each[0] * prod(dense.input) + each[1] * prod(dense.output)
-    return scale * dense.batch * dense.groups * copied
+def _copied_of_weight_ns(dense: Dense, lanes: int, last: bool) -> float:
+    read = prod(dense.input) * _pixel_ns(dense.in_channels, lanes, last)
+    gradients = prod(dense.output) * _pixel_ns(dense.out_channels, lanes, last)
+    return dense.batch * dense.groups * (read + gradients)
+
+
+def _pixel_ns(channels: int, lanes: int, last: bool) -> float:
+    return PIXEL_NS if last else TRANSPOSED_NS * -(-channels // lanes) * lanes
 
 
 def _taps_met(dense: Dense) -> float:
