@@ -80,8 +80,10 @@ def _make_conv(ndim: int) -> Callable[..., Tensor]:
 
     Raises
     ------
+    RuntimeError
+        As PyTorch, where the sizes contradict each other.
     convgrad.ConvgradError
-        The sizes contradict each other, or the backend failed.
+        The backend failed or, with ``use(..., fallback=False)``, refused.
     """,
     )
 
@@ -140,8 +142,10 @@ def _make_conv_transpose(ndim: int) -> Callable[..., Tensor]:
 
     Raises
     ------
+    RuntimeError
+        As PyTorch, where the sizes contradict each other.
     convgrad.ConvgradError
-        The sizes contradict each other, or the backend failed.
+        The backend failed or, with ``use(..., fallback=False)``, refused.
     """,
     )
 
@@ -198,8 +202,10 @@ def _make_max_pool(ndim: int) -> Callable[..., Any]:
 
     Raises
     ------
+    RuntimeError
+        As PyTorch, where the sizes contradict each other.
     convgrad.ConvgradError
-        The sizes contradict each other, or the backend failed.
+        The backend failed or, with ``use(..., fallback=False)``, refused.
     """,
     )
 

@@ -32,8 +32,10 @@ Tensor: TypeAlias = torch.Tensor
 _INPUT = "(N, C, *in), or (C, *in); float16, bfloat16, float32 or float64."
 _RAISES = """Raises
     ------
+    RuntimeError
+        As PyTorch, where the sizes contradict each other.
     convgrad.ConvgradError
-        The sizes contradict each other, or the backend failed.
+        The backend failed or, with ``use(..., fallback=False)``, refused.
     """
 
 

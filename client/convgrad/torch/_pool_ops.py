@@ -50,6 +50,11 @@ def _window(rest: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(tuple(each) if isinstance(each, list) else each for each in rest)
 
 
+def _functional(name: str, input: Tensor) -> Any:
+    """Return PyTorch's function, which computes what no backend does, such as empty batches."""
+    return getattr(functional, f"{name}{input.dim() - 2}d")
+
+
 def _blank(like: Tensor, size: Sequence[int], last: bool) -> Tensor:
     """Return an empty tensor with the same N and C and another spatial size."""
     return dense(like.new_empty((*like.shape[:2], *size)), last)
@@ -58,13 +63,12 @@ def _blank(like: Tensor, size: Sequence[int], last: bool) -> Tensor:
 def _avg_pool(input: Tensor, *rest: Any) -> Tensor:
     if computable(input) is None:
         return avg_forward(default_backend(), input, _window(rest))
-    return _avg_pool_fake(input, *rest)  # an empty batch
+    return _avg_pool_fake(input, *rest)
 
 
 def _avg_pool_fake(input: Tensor, *rest: Any) -> Tensor:
-    ndim = input.dim() - 2
-    arguments = rest[:-1] if ndim == 1 else rest
-    pooled: Tensor = getattr(functional, f"avg_pool{ndim}d")(input, *arguments)
+    arguments = rest[:-1] if input.dim() == 3 else rest  # in 1D there is no divisor_override
+    pooled: Tensor = _functional("avg_pool", input)(input, *arguments)
     return pooled
 
 
@@ -82,7 +86,7 @@ def _avg_pool_backward_fake(grad_output: Tensor, size: Sequence[int], *rest: Any
 def _adaptive_avg_pool(input: Tensor, size: Sequence[int]) -> Tensor:
     if computable(input) is None:
         return adaptive_avg_forward(default_backend(), input, size)
-    return _adaptive_fake(input, size)
+    return _functional("adaptive_avg_pool", input)(input, size)
 
 
 def _adaptive_fake(input: Tensor, size: Sequence[int]) -> Tensor:
@@ -98,7 +102,7 @@ def _adaptive_avg_pool_backward(grad_output: Tensor, size: Sequence[int], last: 
 def _adaptive_max_pool(input: Tensor, size: Sequence[int]) -> tuple[Tensor, Tensor]:
     if computable(input) is None:
         return adaptive_max_forward(default_backend(), input, size)
-    return _adaptive_max_pool_fake(input, size)
+    return _functional("adaptive_max_pool", input)(input, size, return_indices=True)
 
 
 def _adaptive_max_pool_fake(input: Tensor, size: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -118,7 +122,7 @@ def _max_unpool(input: Tensor, indices: Tensor, *rest: Any) -> Tensor:
     *window, size = rest
     if computable(input) is None:
         return unpool_forward(default_backend(), input, indices, _window(window), size)
-    return _max_unpool_fake(input, indices, *rest).zero_()
+    return _functional("max_unpool", input)(input, indices, *window, size)
 
 
 def _max_unpool_fake(input: Tensor, indices: Tensor, *rest: Any) -> Tensor:

@@ -187,8 +187,10 @@ def _make(ndim: int) -> Callable[..., Tensor]:
 
     Raises
     ------
+    RuntimeError
+        As PyTorch, where the sizes contradict each other.
     convgrad.ConvgradError
-        The sizes contradict each other, or the backend failed.
+        The backend failed or, with ``use(..., fallback=False)``, refused.
     """,
     )
 
