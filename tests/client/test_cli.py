@@ -330,6 +330,20 @@ def test_a_reader_that_leaves_gets_no_traceback() -> None:
     assert process.returncode == 1
 
 
+@pytest.mark.parametrize("closed", ["<&- >&-", ">&-", "<&- >&- 2>&-"])
+def test_closed_standard_files_are_the_null_device(closed: str, tmp_path: Path) -> None:
+    """A server may start without them; their numbers must not be its sockets'."""
+    code = (
+        "import os, pathlib, sys; from convgrad.cli import main; status = main(['--version']);"
+        "pathlib.Path(sys.argv[1]).write_text(f'{status} {os.open(os.devnull, os.O_RDONLY) > 2}')"
+    )
+    said = tmp_path / "said"
+    command = f'exec "$@" {closed}'
+    process = subprocess.run(["sh", "-c", command, "sh", sys.executable, "-c", code, str(said)])
+    assert process.returncode == 0
+    assert said.read_text() == "0 True"
+
+
 def test_health(
     url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -104,6 +104,14 @@ def test_requests_before_one_that_is_refused_are_answered(
     assert [int(each) for each in re.findall(rb"HTTP/1.1 (\d+) ", answers)] == statuses
 
 
+def test_a_target_that_cannot_be_read_is_quoted(live: LiveServer) -> None:
+    with live.connect() as connection:
+        connection.sendall(b"CONNECT example:443 HTTP/1.1\r\nHost: x\r\n\r\n")
+        answer = read_all(connection)
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert b"invalid url b'example:443'" in answer
+
+
 def test_a_client_of_http_2_is_told_the_version(live: LiveServer) -> None:
     with live.connect() as connection:
         connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0")

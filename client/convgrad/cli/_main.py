@@ -42,6 +42,7 @@ _KEYWORDS: Mapping[str, Mapping[str, Any]] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``convgrad`` with these arguments (by default the process's own)."""
+    _open_standard_files()
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = _parser()
     if not arguments:
@@ -66,6 +67,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+def _open_standard_files() -> None:
+    """Open the null device as standard files that are closed.
+
+    Otherwise the next socket gets their number, and what a child process prints.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != number:
+                os.dup2(null, number)
+                os.close(null)
+            os.set_inheritable(number, True)
+            mode = "r" if name == "stdin" else "w"
+            setattr(sys, name, os.fdopen(number, mode, closefd=False))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -102,7 +102,8 @@ def _adaptive_avg_pool_backward(grad_output: Tensor, size: Sequence[int], last: 
 def _adaptive_max_pool(input: Tensor, size: Sequence[int]) -> tuple[Tensor, Tensor]:
     if computable(input) is None:
         return adaptive_max_forward(default_backend(), input, size)
-    return _functional("adaptive_max_pool", input)(input, size, return_indices=True)
+    both: tuple[Tensor, Tensor] = _functional("adaptive_max_pool", input)(input, size, True)
+    return both
 
 
 def _adaptive_max_pool_fake(input: Tensor, size: Sequence[int]) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 
 from convgrad.errors import NotAcceptable, UnsupportedMediaType
+from convgrad_service.http_api.problem_details import EncodingRefused
 
 _NAME = r"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
 _MEDIA_RANGE = re.compile(rf"\s*({_NAME})/({_NAME})\s*")
@@ -74,10 +75,10 @@ def choose_accepted(header: str | None, known: Sequence[str], preferred: str) ->
 
 
 def refuse_encoded(content_encoding: str) -> None:
-    """Raise UnsupportedMediaType if the body has a Content-Encoding."""
+    """Raise EncodingRefused if the body has a Content-Encoding."""
     encoding = content_encoding.strip().lower()
     if encoding not in ("", "identity"):
-        raise UnsupportedMediaType(
+        raise EncodingRefused(
             f"the Content-Encoding is {encoding[:64]!r}; expected the body as it is (identity)"
         )
 

@@ -15,6 +15,7 @@ from convgrad.errors import (
     MethodNotAllowed,
     NotFound,
     ServiceError,
+    UnsupportedMediaType,
 )
 
 MEDIA_TYPE = "application/problem+json"
@@ -27,6 +28,10 @@ class HeadRefused(MalformedRequest):
     def __init__(self, status: int, detail: str) -> None:
         super().__init__(detail)
         self.status = status
+
+
+class EncodingRefused(UnsupportedMediaType):
+    """A Content-Encoding that is not read, in distinction from a media type (RFC 9110, 12.5.3)."""
 
 
 def problem_details(error: ServiceError, request_id: str) -> tuple[int, Headers, bytes]:
@@ -55,7 +60,7 @@ def problem_details(error: ServiceError, request_id: str) -> tuple[int, Headers,
     ]
     if status == HTTPStatus.UNAUTHORIZED:
         headers.append((b"www-authenticate", b"Bearer"))
-    if status == HTTPStatus.UNSUPPORTED_MEDIA_TYPE:
+    if isinstance(error, EncodingRefused):
         headers.append((b"accept-encoding", b"identity"))
     if error.retry_after_s is not None:
         headers.append((b"retry-after", str(max(1, math.ceil(error.retry_after_s))).encode()))

@@ -116,7 +116,8 @@ class GuardedProtocol(HttpToolsProtocol):
             if str(error) in ("Invalid HTTP version", "Pause on PRI/Upgrade"):  # PRI: of HTTP/2
                 detail = "expected HTTP/1.1; only gRPC uses HTTP/2, on a port of its own"
                 self._refusal = HeadRefused(505, detail)
-            self.send_400_response(f"this is not a valid HTTP/1.1 request: {error}")
+            reason = error.__context__ or error  # of the callback that refused it
+            self.send_400_response(f"this is not a valid HTTP/1.1 request: {reason}")
         self._expect_rest_of_head()
 
     def _ignore_upgrade(self) -> None:
