@@ -132,6 +132,7 @@ def test_a_second_signal_ends_it_at_once_and_without_tracebacks(
         assert client.get("/v2/health/ready").status_code == 200
         process.send_signal(signal.SIGTERM)
         until(lambda: client.get("/v2/health/ready").status_code == 503)
+        time.sleep(0.6)  # signals at once count as one
         process.send_signal(signal.SIGTERM)
         # Half a minute if it waited for the client, see shutdown_grace_s.
         _, err = process.communicate(timeout=20)
@@ -141,6 +142,25 @@ def test_a_second_signal_ends_it_at_once_and_without_tracebacks(
     assert process.returncode == 0, err
     assert "Traceback" not in err
     assert "code=cancelled" in err
+
+
+def test_a_repeated_signal_is_one(serving: tuple[subprocess.Popen[str], Path]) -> None:
+    """As timeout(1) ends a program, which sends one to it and one to its process group."""
+    process, port_file = serving
+    head = f"POST /conv_bwd_data HTTP/1.1\r\nHost: x\r\nContent-Type: {JSON}\r\n".encode()
+    length = b"Content-Length: %d\r\n\r\n" % len(EXAMPLE)
+    with socket.create_connection(("127.0.0.1", int(port_file.read_text())), 30) as connection:
+        connection.sendall(head + length + EXAMPLE[:9])
+        time.sleep(0.3)  # so that it runs
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.1)
+        connection.sendall(EXAMPLE[9:])
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200 ")
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 0, err
+    assert "Traceback" not in err
 
 
 def test_a_service_manager_starts_it_and_asks_for_a_reload(tmp_path: Path) -> None:

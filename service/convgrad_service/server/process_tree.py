@@ -46,6 +46,7 @@ _log = logging.getLogger("convgrad.serve")
 
 # How long a front end may take beyond the shutdown grace before it is killed.
 _EXTRA_GRACE_S = 5.0
+_ONE_SIGNAL_S = 0.5
 
 
 class CannotListen(Exception):
@@ -314,6 +315,9 @@ class ProcessTree:
 async def run_until_signalled(tree: ProcessTree, started: Callable[[int], None]) -> None:
     """Serve until one of `ending_signals`, then let running requests finish unless another arrives.
 
+    Signals within `_ONE_SIGNAL_S` count as one: timeout(1) sends one to the process and one to its
+    group.
+
     ``started`` is called with the gRPC port once everything listens. Raises like
     `ProcessTree.start`.
     """
@@ -337,7 +341,7 @@ async def run_until_signalled(tree: ProcessTree, started: Callable[[int], None])
                 raise RuntimeError("a front end has ended")
             notify("STOPPING=1")
             stopping = asyncio.ensure_future(tree.stop())
-            second = asyncio.ensure_future(signals.get())
+            second = asyncio.ensure_future(_another(signals))
             await asyncio.wait({stopping, second}, return_when=asyncio.FIRST_COMPLETED)
             second.cancel()
             stopping.cancel()
@@ -346,3 +350,10 @@ async def run_until_signalled(tree: ProcessTree, started: Callable[[int], None])
         with contextlib.suppress(asyncio.CancelledError, Exception):
             await starting
         await tree.kill()
+
+
+async def _another(signals: asyncio.Queue[None]) -> None:
+    await asyncio.sleep(_ONE_SIGNAL_S)
+    while not signals.empty():
+        signals.get_nowait()
+    await signals.get()
