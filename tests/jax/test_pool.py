@@ -56,6 +56,22 @@ def derivatives(pool: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array],
     return lambda x: (pool(x), first(x), second(x))
 
 
+@pytest.mark.parametrize("pool", [ours.max_pool, ours.avg_pool])
+@pytest.mark.parametrize("channels_last", [True, False])
+@pytest.mark.parametrize("batch", [(), (2, 3), (0, 2)])
+def test_any_number_of_batch_dimensions(
+    pool: Callable[..., jax.Array], channels_last: bool, batch: tuple[int, ...]
+) -> None:
+    image = (5, 6, 4) if channels_last else (4, 5, 6)
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((*batch, *image)), jnp.float32)
+    of_images = partial(pool, window_shape=(2, 3), channels_last=channels_last)
+    wanted = of_images(x.reshape(np.prod(batch, dtype=int), *image))
+    found = of_images(x)
+    assert found.shape[: len(batch)] == batch
+    np.testing.assert_array_equal(found.reshape(wanted.shape), wanted)
+    assert jax.grad(lambda x: of_images(x).sum())(x).shape == x.shape
+
+
 @pytest.mark.parametrize(("shape", "arguments"), POOLINGS)
 @pytest.mark.parametrize("kind", ["max", "avg", "avg of what is there"])
 def test_value_and_derivatives_are_jaxs(
@@ -93,7 +109,8 @@ def test_empty_arrays_need_no_backend(pool: Callable[..., jax.Array]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"window_shape": (2,)}, "inputs has 4 dimensions, the window 1 and the strides 2"),
+        ({"window_shape": (2,), "strides": (1, 1)}, "the window 1 and the strides 2"),
+        ({"window_shape": (2, 2, 2, 2)}, "the window 4 and the strides"),
         ({"window_shape": (2, 2), "padding": [(2, 0), (0, 0)]}, "expected 0 to 1"),
         ({"window_shape": (2, 2), "padding": [(-1, 0), (0, 0)]}, "expected 0 to 1"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -39,13 +40,14 @@ def max_pool(
     Parameters
     ----------
     inputs : Array
-        (N, *spatial, C), or (N, C, *spatial); float16, bfloat16, float32 or float64.
+        (*batch, *spatial, C), or (*batch, C, *spatial), with any number of batch dimensions;
+        float16, bfloat16, float32 or float64.
     window_shape, strides : sequence of int
         One value per spatial dimension; strides are 1 by default.
     padding : "SAME", "VALID" or a sequence of (before, after)
         Of minus infinity.
     channels_last : bool
-        Whether ``inputs`` is (N, *spatial, C).
+        Whether ``inputs`` is (*batch, *spatial, C).
     backend : Backend, optional
         What computes; by default this process's `Local`. ``jit`` treats it as a constant.
 
@@ -61,10 +63,11 @@ def max_pool(
     jax.errors.JaxRuntimeError
         The backend failed; the message holds its error.
     """
-    pool = _pooling(inputs, window_shape, strides, padding, channels_last, backend)
-    if 0 in (*pool.input_shape, *pool.output_shape):
-        return pool.maxima(inputs)
-    return _max_pool(pool, inputs)
+    images, batch = _images(inputs, window_shape)
+    pool = _pooling(images, window_shape, strides, padding, channels_last, backend)
+    empty = 0 in (*pool.input_shape, *pool.output_shape)
+    maxima: Array = pool.maxima(images) if empty else _max_pool(pool, images)
+    return maxima.reshape(*batch, *maxima.shape[1:])
 
 
 def avg_pool(
@@ -82,7 +85,8 @@ def avg_pool(
     Parameters
     ----------
     inputs : Array
-        (N, *spatial, C), or (N, C, *spatial); float16, bfloat16, float32 or float64.
+        (*batch, *spatial, C), or (*batch, C, *spatial), with any number of batch dimensions;
+        float16, bfloat16, float32 or float64.
     window_shape, strides : sequence of int
         One value per spatial dimension; strides are 1 by default.
     padding : "SAME", "VALID" or a sequence of (before, after)
@@ -90,7 +94,7 @@ def avg_pool(
     count_include_pad : bool
         Whether the padding counts in a window's divisor.
     channels_last : bool
-        Whether ``inputs`` is (N, *spatial, C).
+        Whether ``inputs`` is (*batch, *spatial, C).
     backend : Backend, optional
         What computes; by default this process's `Local`. ``jit`` treats it as a constant.
 
@@ -106,8 +110,9 @@ def avg_pool(
     jax.errors.JaxRuntimeError
         The backend failed; the message holds its error.
     """
+    images, batch = _images(inputs, window_shape)
     pool = _pooling(
-        inputs,
+        images,
         window_shape,
         strides,
         padding,
@@ -115,9 +120,16 @@ def avg_pool(
         backend,
         count_include_pad=count_include_pad,
     )
-    if 0 in (*pool.input_shape, *pool.output_shape):
-        return jnp.zeros(pool.output_shape, inputs.dtype)
-    return _avg_pool(pool, inputs)
+    empty = 0 in (*pool.input_shape, *pool.output_shape)
+    means: Array = jnp.zeros(pool.output_shape, inputs.dtype) if empty else _avg_pool(pool, images)
+    return means.reshape(*batch, *means.shape[1:])
+
+
+def _images(inputs: Array, window_shape: Sequence[int]) -> tuple[Array, Shape]:
+    """Return the inputs with one batch dimension, and the batch dimensions that they have."""
+    count = max(inputs.ndim - len(window_shape) - 1, 0)
+    batch, image = inputs.shape[:count], inputs.shape[count:]
+    return inputs.reshape(math.prod(batch), *image), batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,8 +185,9 @@ def _pooling(
     strides = strides or (1,) * ndim
     if not (1 <= ndim <= 3 and len(window_shape) == len(strides) == ndim):
         raise ValueError(
-            f"inputs has {inputs.ndim} dimensions, the window {len(window_shape)} and the strides "
-            f"{len(strides)}; expected 3 to 5, and 2 less for the window and the strides"
+            f"an image has {inputs.ndim - 1} dimensions with its channels, the window "
+            f"{len(window_shape)} and the strides {len(strides)}; expected 2 to 4, and 1 less for "
+            "the window and the strides"
         )
     spatial = inputs.shape[1:-1] if channels_last else inputs.shape[2:]
     pairs = (
