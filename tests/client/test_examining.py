@@ -195,12 +195,18 @@ def test_shapes_on_the_command_line(
     assert "expected weight=8x64x56x56 or the like" in capsys.readouterr().err
 
 
-def test_time_and_plan(url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    problem = ["conv_bwd_data", "--layer", LAYER, "--dtype", "bfloat16", "--layout", "NHWC"]
+@pytest.mark.parametrize(
+    "given",
+    [["--layer", LAYER], ["--shape", "grad_output=1x3x5x8", "--shape", "weight=8x3x2x4"]],
+    ids=["layer", "shapes"],
+)
+def test_time_and_plan(url: str, capsys: pytest.CaptureFixture[str], given: list[str]) -> None:
+    problem = ["conv_bwd_data", *given, "--dtype", "bfloat16", "--layout", "NHWC"]
     assert main(["plan", *problem, "--url", url]) == 0
     told = capsys.readouterr().out
     assert "; roofline " in told
     (again,) = (line for line in told.splitlines() if "repeat with: " in line)
+    assert " ".join(given) in again
     # What it says asks the same once more.
     assert main([*shlex.split(again.partition("repeat with: convgrad ")[2]), "--url", url]) == 0
     assert capsys.readouterr().out == told
@@ -208,7 +214,7 @@ def test_time_and_plan(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["time", *problem, *short, "--url", url]) == 0
     told = capsys.readouterr().out
     assert "cold: " in told
-    assert "of the reference" in told
+    assert "of the roofline" in told
     assert "--budget-s 0.1" in told
     assert "--candidates" in told
     assert main(["time", *problem, "--budget-s", "1000", "--url", url]) == 1

@@ -98,7 +98,7 @@ def _timings(whose: str, timings: dict[str, TimingReport]) -> Iterator[str]:
             f"  {whose}{way}: {_time(timed.median_s)} (5 to 95 %: {_time(timed.p05_s)} to "
             f"{_time(timed.p95_s)}, {timed.samples} samples{settled}), "
             f"{timed.flops_per_s / 1e9:.1f} GFLOP/s, {timed.bytes_per_s / 1e9:.1f} GB/s, "
-            f"{timed.reference_share:.0%} of the reference"
+            f"{timed.reference_share:.0%} of the roofline"
         )
 
 

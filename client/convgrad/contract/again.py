@@ -36,8 +36,10 @@ def again(name: str, fields: Mapping[str, Any]) -> Again:
             words += [f"--{option.replace('_', '-')}", str(fields[option])]
     if fields.get("candidates"):
         words.append("--candidates")
+    for tensor, shape in (fields.get("shapes") or {}).items():
+        words += ["--shape", f"{tensor}={'x'.join(map(str, shape))}"]
     for other, value in fields.items():
-        if other not in OPTIONS and other != "candidates":
+        if other not in (*OPTIONS, "candidates", "shapes"):
             text = value if isinstance(value, str) else json.dumps(value)
             words += ["--param", f"{other}={text}"]
     if kind == "verify":
