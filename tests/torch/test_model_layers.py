@@ -72,3 +72,35 @@ def test_formats_are_those_of_the_computation() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         (layer,) = convgrad.torch.layers_of(model, torch.zeros(1, 4, 8, 8))["layers"]
     assert (layer["dtype"], layer["layout"]) == ("bfloat16", "NHWC")
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
+def test_layers_of_replaced_modules(tmp_path: Path) -> None:
+    model = Model()
+    x = torch.zeros(2, 3, 12, 12)
+    wanted = convgrad.torch.layers_of(model, x)["layers"]
+    found = convgrad.torch.layers_of(convgrad.torch.nn.replace(model), x)
+    assert found["layers"][:-1] == wanted[:-1]
+    assert shapes_of(found, tmp_path)[-1] == ("maxpool1d_fwd", (2, 6, 34))
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_a_separable_convolution_is_two_layers(last: bool, tmp_path: Path) -> None:
+    x, depthwise, pointwise = (
+        torch.zeros(2, 4, 9, 9),
+        torch.zeros(8, 1, 3, 3),
+        torch.zeros(5, 8, 1, 1),
+    )
+    if last:
+        x = x.contiguous(memory_format=torch.channels_last)
+    found = convgrad.torch.layers_of(
+        convgrad.torch.separable_conv2d, x, depthwise, pointwise, stride=2, padding=1
+    )
+    assert [layer["groups"] for layer in found["layers"]] == [4, 1]
+    assert {layer["layout"] for layer in found["layers"]} == {"NHWC" if last else "NCHW"}
+    shapes = [shape for _, shape in shapes_of(found, tmp_path)]
+    assert shapes == ([(2, 5, 5, 8), (2, 5, 5, 5)] if last else [(2, 8, 5, 5), (2, 5, 5, 5)])
+
+
+def test_an_empty_batch_has_no_layers() -> None:
+    assert convgrad.torch.layers_of(nn.Conv2d(3, 4, 3), torch.zeros(0, 3, 8, 8)) == {"layers": []}

@@ -8,15 +8,17 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from convgrad.torch._tensors import dtype_name, is_channels_last
+from convgrad.torch._separable import OPS
+from convgrad.torch._tensors import dense, dtype_name, is_channels_last
 
 __all__ = ["layers_of"]
 
 _ATEN = torch.ops.aten
 # PyTorch computes 1D max pooling as that of images with one line.
-_POOLS: Mapping[Any, int] = {
+_POOLS: Mapping[Any, int | None] = {
     _ATEN.max_pool2d_with_indices: 2,
     _ATEN.max_pool3d_with_indices: 3,
+    OPS.max_pool: None,  # as the input, which has a batch
 }
 _LAYOUTS = {1: ("NCW", "NWC"), 2: ("NCHW", "NHWC"), 3: ("NCDHW", "NDHWC")}
 
@@ -78,11 +80,33 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         operator = func.overloadpacket
-        if operator is _ATEN.convolution:
+        if operator in (_ATEN.convolution, OPS.convolution):
             self._convolution(*args)
+        elif operator is OPS.separable_convolution:
+            self._separable(result, *args)
         elif operator in _POOLS:
-            self._pooling(_POOLS[operator], result[0], *args)
+            output = result[0] if isinstance(result, tuple) else result
+            self._pooling(_POOLS[operator] or output.dim() - 2, output, *args)
         return result
+
+    def _separable(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        depthwise: torch.Tensor,
+        pointwise: torch.Tensor,
+        bias: torch.Tensor | None,
+        stride: Sequence[int],
+        padding: Sequence[int],
+        dilation: Sequence[int],
+    ) -> None:
+        none, one, ndim = [0], [1], input.dim() - 2
+        steps, channels = (stride, padding, dilation), input.shape[1]
+        self._convolution(input, depthwise, None, *steps, False, none, channels)
+        shape = *pointwise.shape[1:2], *output.shape[2:]
+        between = output.new_empty((input.shape[0], *shape), device="meta")
+        between = dense(between, ndim > 1 and is_channels_last(output))
+        self._convolution(between, pointwise, bias, one, none, one, False, none, 1)
 
     def _convolution(
         self,
@@ -153,6 +177,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
         )
 
     def _add(self, operands: Sequence[torch.Tensor], fields: dict[str, Any]) -> None:
+        if any(each.numel() == 0 for each in operands):
+            return  # nothing is computed
         fields |= {
             "batch": operands[0].shape[0],
             "dtype": dtype_name(operands[0].dtype),
