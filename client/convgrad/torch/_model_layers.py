@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from convgrad.torch._separable import OPS
+from convgrad.torch._ops import OPS
 from convgrad.torch._tensors import dense, dtype_name, is_channels_last
 
 __all__ = ["layers_of"]
