@@ -63,7 +63,7 @@ Place = Callable[..., Backend]
 )
 def batch_last(request: pytest.FixtureRequest) -> Backend:
     place: Place = request.param
-    family = BatchLastWeight(HopperWeight(1), everywhere=True)
+    family = BatchLastWeight(HopperWeight(1))
     return place(families=replace(FAMILIES, bwd_weight=(family,)))
 
 
@@ -99,5 +99,5 @@ def test_nonfinite(batch_last: Backend, seed: int, name: str) -> None:
 def test_refusals(given: dict[str, Any], reason: str) -> None:
     own: dict[str, Any] = {"kernel": 3, "pad": 1, "size": 16, "batch": 8}
     own |= {"dtype": DType.FLOAT32, "precision": "high"}
-    family = BatchLastWeight(everywhere=True)
+    family = BatchLastWeight()
     assert reason in str(family.why_not(work_of("bwd_weight", **own | given), H200))

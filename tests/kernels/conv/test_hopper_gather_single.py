@@ -16,7 +16,7 @@ from convgrad_service.backends.cuda.kernels.conv.hopper_gather import HopperGath
 from convgrad_service.backends.cuda.kernels.conv.hopper_gather_plan import Schedule
 from convgrad_service.backends.cuda.kernels.conv.hopper_gather_tiles import HopperTile
 from tests.emulator.backend import EmulatedBackend, works_here
-from tests.support.kernels.harness import answers, check, drawn
+from tests.support.kernels.harness import answers, check, drawn, gates
 from tests.support.numerics.cases import Case, conv_bwd_data, conv_fwd
 from tests.support.numerics.geometries import Conv
 
@@ -63,6 +63,15 @@ def test_gates(place: Place, seed: int, case: Case, schedule: Schedule) -> None:
         tensors, wanted = drawn(seed, case, "bfloat16", gate)
         found = answers(backend, case, tensors, layout)
         check(found, wanted, gate, f"seed {seed}, {case.id} {schedule}")
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+@pytest.mark.parametrize("name", ["resnet", "strided"])
+def test_tf32(place: Place, seed: int, name: str, schedule: Schedule) -> None:
+    """A gradient's weights are transposed in shared memory."""
+    for make in (conv_fwd, conv_bwd_data):
+        gates(_backend(place, schedule), seed, make(name, LAYERS[name]), "tf32", ["NHWC"])
 
 
 @pytest.mark.parametrize("place", PLACES)

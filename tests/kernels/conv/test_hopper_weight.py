@@ -11,14 +11,14 @@ import pytest
 from convgrad_service.backends.base import Backend
 from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.backends.cuda.kernels.conv.hopper_weight import HopperWeight, reachable
-from convgrad_service.backends.cuda.kernels.conv.hopper_weight_tiles import Cut
+from convgrad_service.backends.cuda.kernels.conv.hopper_weight_cuts import Cut
 from convgrad_service.backends.cuda.kernels.fallback.weight_direct import WeightDirect
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.families import Families
 from convgrad_service.plans.cuda.program import Fragment
 from convgrad_service.plans.cuda.works import ConvWork
 from tests.emulator.backend import EmulatedBackend, works_here
-from tests.support.kernels.harness import gates, with_layouts
+from tests.support.kernels.harness import ROUNDED, gates, with_layouts
 from tests.support.kernels.weight_cases import CASES, EPILOGUE, NONFINITE
 from tests.support.numerics.cases import Case
 from tests.support.numerics.nonfinite import check_rule
@@ -41,17 +41,38 @@ KINDS: dict[str, Callable[[Cut], bool]] = {
     "256x64": lambda cut: cut.cluster == 1,
     "128x192_whole": lambda cut: cut.cluster == 1 and cut.whole == cut.tiles,
 }
+# Of tiles in TF32.
+TF32_KINDS: dict[str, Callable[[Cut], bool]] = {
+    "256x128": lambda cut: cut.cluster == 1,
+    "128x128_shared_input": lambda cut: cut.cluster > 1 and cut.rows_first and not cut.sums,
+    "128x128_shared_grad_together": lambda cut: cut.cluster > 1 and not cut.rows_first,
+    "128x64_summed": lambda cut: cut.summing == cut.cluster == 2,
+    "64x128_together": lambda cut: cut.cluster == 1,
+    "64x64_summed": lambda cut: cut.summing == cut.cluster == 4,
+    "128x32_whole": lambda cut: cut.cluster == 1 and cut.whole == cut.tiles,
+}
+KINDS |= TF32_KINDS
 # Each kind is compiled for the emulator, so only few geometries run with many kinds.
 EMULATED = [(name, "128x192", "bfloat16") for name in CASES]
 EMULATED += [(name, "128x192_taps", "bfloat16") for name in CASES if "strid" not in name]
 EMULATED += [
     (name, kind, "bfloat16")
     for kind in KINDS
-    if kind not in ("128x192", "128x192_taps")
+    if kind not in ("128x192", "128x192_taps", *TF32_KINDS)
     for name in ("plain", "many_tiles", "channels_67_to_131", "dilated", "3d")
 ]
-EMULATED += [("tiles_and_steps", kind, "bfloat16") for kind in KINDS if "summed" in kind]
+EMULATED += [
+    ("tiles_and_steps", kind, "tf32" if kind in TF32_KINDS else "bfloat16")
+    for kind in KINDS
+    if "summed" in kind
+]
 EMULATED += [(name, "128x192", "float16") for name in ("plain", "3d_strided")]
+EMULATED += [(name, "64x128_together", "tf32") for name in CASES if "67" not in name]
+EMULATED += [
+    (name, kind, "tf32")
+    for kind in TF32_KINDS
+    for name in ("plain", "many_tiles", "channels_24_to_40", "3d")
+]
 emulation = pytest.mark.skipif(not works_here(), reason="the emulator is written for x86-64")
 
 
@@ -125,6 +146,14 @@ def test_emulated_as_planned(seed: int, name: str) -> None:
 def test_emulated_nonfinite(seed: int, name: str, kind: str) -> None:
     layout = with_layouts(CASES[name].ndim, grouped=False)[-1]
     check_rule(EmulatedBackend(of_kind(kind)), seed, CASES[name], "bfloat16", layout)
+
+
+@emulation
+@pytest.mark.parametrize("name", [name for name in NONFINITE if "67" not in name])
+def test_emulated_nonfinite_tf32(seed: int, name: str) -> None:
+    case = CASES[name].with_params("high", precision="high")
+    layout = with_layouts(case.ndim, grouped=False)[-1]
+    check_rule(EmulatedBackend(of_kind("64x128_together")), seed, case, "float32", layout, ROUNDED)
 
 
 # Kinds alternate over cases; the others are marked slow.

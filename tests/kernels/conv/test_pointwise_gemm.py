@@ -7,7 +7,7 @@ import pytest
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_tiles import Config
 from tests.emulator.backend import EmulatedBackend, works_here
 from tests.support.kernels.cuda_backends import pointwise_gemm
-from tests.support.kernels.harness import answers, check, drawn
+from tests.support.kernels.harness import ROUNDED, answers, check, drawn, gates
 from tests.support.numerics.cases import Case, conv_bwd_data, conv_fwd, grouped_conv_bwd_weight
 from tests.support.numerics.geometries import Conv
 from tests.support.numerics.nonfinite import check_rule
@@ -56,6 +56,15 @@ SUMMED = (
     (WEIGHT[0], Config(128, 80, 64, parts=3), False),
     (WEIGHT[0], Config(64, 144, 64, parts=2), True),
     (WEIGHT[1], Config(64, 24, 128, parts=4), False),
+)
+
+# In TF32: B in boxes of a row or of several, a partial one among them.
+TF32 = (
+    (WEIGHT[0], Config(64, 128, 32, cluster=1)),
+    (WEIGHT[0], Config(64, 96, 32, parts=3)),
+    (WEIGHT[0], Config(64, 64, cluster=2, parts=2)),
+    (WEIGHT[1], Config(64, 16, parts=2)),
+    (WEIGHT[1], Config(64, 32, cluster=3)),
 )
 
 # Blocks of a cluster share an operand: of the last cluster, some have a tile beyond the result.
@@ -114,6 +123,18 @@ def test_transposed(seed: int, case: Case, config: Config) -> None:
         backend = EmulatedBackend(pointwise_gemm(config, swapped=True))
         found = answers(backend, case, tensors, _last(case))
         check(found, wanted, gate, f"seed {seed}, {case.id} {config}")
+
+
+@pytest.mark.parametrize(("case", "config"), TF32, ids=name_of)
+def test_tf32(seed: int, case: Case, config: Config) -> None:
+    for one in (case, case.with_params("scaled", alpha=-0.5)):
+        gates(EmulatedBackend(pointwise_gemm(config)), seed, one, "tf32", [_last(case)])
+
+
+def test_nonfinite_tf32(seed: int) -> None:
+    backend = EmulatedBackend(pointwise_gemm(Config(64, 64, cluster=2)))
+    case = WEIGHT[0].with_params("high", precision="high")
+    check_rule(backend, seed, case, "float32", _last(case), ROUNDED)
 
 
 @pytest.mark.parametrize(("case", "config", "swapped"), SHARED + ALTERNATE, ids=name_of)

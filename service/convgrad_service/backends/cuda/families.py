@@ -198,11 +198,10 @@ DENSE_CONV = (
 DENSE_CONV_WEIGHT = (
     ResultThroughChannelsLast(HopperWeight(), COPIES),
     HopperWeight(),
-    ResultThroughChannelsLast(BatchLastWeight(), COPIES),
-    BatchLastWeight(),
     ResultThroughChannelsLast(DenseWeight(), COPIES),
     DenseWeight(),
 )
+BATCH_LAST_WEIGHT = ResultThroughChannelsLast(BatchLastWeight(), COPIES), BatchLastWeight()
 SPLIT_GATHER = ResultThroughChannelsLast(SplitGather(), COPIES, timed=True), SplitGather()
 SPLIT_WEIGHT = ResultThroughChannelsLast(SplitWeight(), COPIES), SplitWeight()
 # Small layers, and those that no family above takes. 14 layers that only fallback kernels take
@@ -214,7 +213,8 @@ IMPLICIT_GEMMS = (IMPLICIT_GEMM, FLOAT32_GEMM)
 # 1x1 convolutions as GEMMs. For channels first, and for those expected to be short, no other family
 # was ever faster, so they are not compared.
 PLANES_GEMM = PointwiseGemm(planes=True)
-SHORT_GEMM, GEMMS = PointwiseGemm(most_s=25e-6), (PointwiseGemm(), IMPLICIT_GEMM)
+SHORT_GEMM = PointwiseGemm(most_s=25e-6, dtypes=(DType.FLOAT16, DType.BFLOAT16))
+GEMMS = PointwiseGemm(), IMPLICIT_GEMM
 
 
 def _in_float32(*alternatives: Sequence[Family[ConvWork]]) -> FastestExpected[ConvWork]:
@@ -234,7 +234,7 @@ WHOLE_CHUNKS = (
 WHOLE_CHUNKS_WEIGHT = (
     Tuned((PointwiseGemm(), IMPLICIT_GEMM, HopperWeight(), HopperWeightSingle(), DenseWeight())),
     SHORT_GEMM,
-    _in_float32(DENSE_CONV_WEIGHT, (HopperWeightSingle(),), SPLIT_WEIGHT),
+    _in_float32(DENSE_CONV_WEIGHT, BATCH_LAST_WEIGHT, (PointwiseGemm(),), SPLIT_WEIGHT),
     FastestExpected(DENSE_CONV_WEIGHT, (HopperWeightSingle(),), GEMMS, overheads=OVERHEADS),
 )
 DENSE = (PaddedResult(WHOLE_CHUNKS, COPIES), *WHOLE_CHUNKS)

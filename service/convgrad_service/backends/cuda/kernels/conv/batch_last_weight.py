@@ -14,7 +14,6 @@ from dataclasses import replace
 from math import prod
 
 from convgrad.dtypes import DType
-from convgrad_service.backends.cuda.kernels.conv.dense_weight import weight_expected_s
 from convgrad_service.backends.cuda.kernels.conv.hopper_weight import HopperWeight
 from convgrad_service.backends.cuda.kernels.core.limits import Requirements
 from convgrad_service.backends.cuda.kernels.layout.channels_last import overlapping, prepare_side
@@ -32,8 +31,6 @@ CHUNK = 4
 # On an H200: a copy's launch, bytes that it reads and writes per second (some in the L2), and the
 # measured time of a product over its modelled time. On 46 layers the sum errs by 7 % on average.
 COPY_S, BYTES_PER_S, PRODUCT_SCALE = 3e-6, 5.0e12, 0.88
-# dense_weight's measured time in TF32 on an H200, over its modelled time: 1.1 to 1.6.
-TF32_SLOWER = 1.25
 
 
 NEEDS = Requirements((DType.FLOAT32,), tf32=True)
@@ -44,17 +41,9 @@ class BatchLastWeight:
 
     name = "batch_last_weight"
 
-    def __init__(self, product: HopperWeight | None = None, *, everywhere: bool = False) -> None:
-        """Create the family.
-
-        Parameters
-        ----------
-        product
-            Computes the products.
-        everywhere
-            Take work even if products without copies are expected to be faster.
-        """
-        self._product, self._everywhere = product or HopperWeight(), everywhere
+    def __init__(self, product: HopperWeight | None = None) -> None:
+        """Create the family; ``product`` computes the products."""
+        self._product = product or HopperWeight()
         self._copy = Transpose()
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
@@ -69,13 +58,7 @@ class BatchLastWeight:
         for copy in _copies(read, rows):
             if (reason := self._copy.why_not(copy, device)) is not None:
                 return reason
-        if (reason := self._product.why_not(read, device, rows)) is not None:
-            return reason
-        # Either reads channels last.
-        tf32_s = TF32_SLOWER * weight_expected_s(work, device)
-        if not self._everywhere and self._expected_s(read, rows, device) > tf32_s:
-            return "few products for its size: copying would cost more than it saves"
-        return None
+        return self._product.why_not(read, device, rows)
 
     def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
         read, steps, first = _channels_last(work, device)

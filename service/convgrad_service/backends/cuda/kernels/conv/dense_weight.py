@@ -42,7 +42,7 @@ from convgrad_service.plans.cuda.program import (
 )
 from convgrad_service.plans.cuda.works import ConvWork, Operand, contiguous_strides
 
-__all__ = ["DenseWeight", "least_terms", "weight_expected_s"]
+__all__ = ["DenseWeight", "least_terms"]
 
 SPAN_BYTES = 32
 # flat_sum.cu: results per thread, threads per block, the most slices of a block, and the fewest
@@ -212,11 +212,6 @@ def _tiles_of(dtype: DType, split: bool, int64: bool) -> Sequence[DenseTile]:
     if int64:
         return tiles[-1:]
     return [tile for tile in tiles if dtype is not DType.FLOAT32 or tile != TILES[0]]
-
-
-def weight_expected_s(work: ConvWork, device: CudaDevice) -> float:
-    """Return the expected time of the chosen tile, in seconds."""
-    return _expected(work, device, False)[0]
 
 
 def _expected(work: ConvWork, device: CudaDevice, int64: bool) -> tuple[float, DenseTile, int]:

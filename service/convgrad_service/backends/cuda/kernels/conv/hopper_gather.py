@@ -52,8 +52,9 @@ __all__ = ["HopperGather"]
 
 # With fewer channels on either side, most of a tile or k-tile would be padding. With 32 to 40 in
 # bfloat16, it took 0.5 to 1.07 of dense_gather's time in 18 layers on an H200. In TF32, only plain
-# results have a tile 32 channels wide.
-LEAST_CHANNELS, LEAST_CHANNELS_WIDE, LEAST_CHANNELS_COMPARED = 32, 48, 16
+# results have a tile 32 channels wide: with 16 to 24 channels on one side, it takes 0.64 to 0.89 of
+# the time of the faster of dense_gather and implicit_gemm (5 1x1 gradients of the input).
+LEAST_CHANNELS, LEAST_CHANNELS_WIDE, FEWEST_CHANNELS = 32, 48, 16
 # The fewest products per sum with an epilogue, and with channels that are not whole chunks.
 # dense_gather stores such results faster (measured on an H200).
 LEAST_TERMS_FINISHED, LEAST_TERMS_APART = 512, 1152
@@ -64,6 +65,9 @@ MOST_PHASES = 4 * LAUNCHED_PHASES
 MAX_TAPS = 32
 MAX_PIXELS = 2**31 - 2048
 UNBOUNDED = 2**31 - 1
+# What the launch before it that transposes a TF32 weight adds, on an H200: the median of 1x1 layers
+# of less than 20 us.
+TRANSPOSED_S = 2.4e-6
 
 
 AxisArgs = structure("conv/hopper_gather.cuh", "GatherAxis")
@@ -152,6 +156,8 @@ class HopperGather:
         steps[0] = replace(steps[0], overlaps=bool(sides.steps) or work.follows)
         if time_s is None or schedule != chosen:
             time_s = expected_s(work, axes, device, schedule)
+        if work.direction == "bwd_data" and not sides.across:
+            time_s += TRANSPOSED_S
         return Fragment(
             f"{self.name}_{work.direction}_{schedule}{'_planes' if planes else ''}",
             (*sides.steps, *steps),
@@ -303,10 +309,9 @@ def _maps_of(tile: HopperTile, dtype: DType, store: str, *, across: bool) -> tup
 
 def _least_channels(work: ConvWork, *, compared: bool) -> int:
     """Return the fewest channels of either side; ``compared`` by expected times with others."""
-    if compared and work.dtype.itemsize == 2:
-        return LEAST_CHANNELS_COMPARED
-    wide = work.dtype is DType.FLOAT32 and not is_plain(work)
-    return LEAST_CHANNELS_WIDE if wide else LEAST_CHANNELS
+    if work.dtype is DType.FLOAT32:
+        return FEWEST_CHANNELS if is_plain(work) else LEAST_CHANNELS_WIDE
+    return FEWEST_CHANNELS if compared else LEAST_CHANNELS
 
 
 def _least_terms(work: ConvWork, axes: Sequence[Axis], written: int) -> int:

@@ -6,7 +6,8 @@
 // A k-tile is 64 pixels: boxes of 64 channels of y, and boxes of CHANNELS channels of x, each of one tap or of
 // `shared_taps` adjacent taps along W, which read the same box `dilation` rows apart. For the latter, rows
 // of y are extended by `halo` zero pixels, so that consecutive pixels are adjacent along W for each tap.
-// Both operands are MN-major, as in global memory. With PLANES they are K-major: 16-bit, or float32 as TF32 with
+// Both operands are MN-major, as in global memory; float32 is multiplied as TF32 by mma.sync
+// (tf32_products.cuh), in boxes of 32 channels and k-tiles of 32 pixels. With PLANES they are K-major: 16-bit, or float32 as TF32 with
 // k-tiles of 32 pixels. A row of y then has the pixels (w, n) of `batch` images, n the fastest, for each channel,
 // padded by `halo`, and boxes are 128 bytes of a row by channels. Rows of x are the same for positions w with one
 // remainder by stride[2] each, of which dilation[1], stride[1] and pad[1] count `stride[2]` for each row of the
@@ -34,6 +35,7 @@
 #include "conv/hopper_weight_cluster_reduce.cuh"
 #include "conv/hopper_weight_copies.cuh"
 #include "conv/hopper_weight_grid_reduce.cuh"
+#include "conv/tf32_products.cuh"
 #include "core/opaque.cuh"
 #include "core/split_floats.cuh"
 #include "ptx/warpgroup.cuh"
@@ -42,9 +44,11 @@ using namespace convgrad;
 
 namespace {
 
-using Layout = Step<SPREAD ? ROWS : ROWS * WARPGROUPS, 64, sizeof(T)>;
+// Boxes of y of 64 rows.
+constexpr int kYBoxesEach = 64 / kYChannels;
+using Layout = Step<kYBoxesEach * (SPREAD ? ROWS : ROWS * WARPGROUPS), kYChannels, sizeof(T)>;
 constexpr int kRowBytes = CHANNELS * static_cast<int>(sizeof(T));  // bytes of a pixel in a box of x
-constexpr Major kMajor = PLANES ? kMajorK : kMajorMn;
+constexpr Major kMajor = PLANES || sizeof(T) == 4 ? kMajorK : kMajorMn;
 // K of one wgmma, and the distances to the next one's operands.
 constexpr int kMmaK = 32 / static_cast<int>(sizeof(T));
 constexpr u32 kNextA = PLANES ? 32 : kMmaK * 128, kNextB = PLANES ? 32 : kMmaK * kRowBytes;
@@ -61,6 +65,7 @@ constexpr int kPairs = PARTS * (PARTS + 1) / 2;
 constexpr int kPairsOf[6][2] = {{0, 2}, {2, 0}, {1, 1}, {0, 1}, {1, 0}, {0, 0}};
 constexpr bool kPromotes = PARTS == 3;
 static_assert(PARTS == 1 || (!kMulticasts && !PLANES && PARTS <= 3), "of parts");
+static_assert(!kMmaSync || (PRODUCTS == 1 && CHANNELS == 32), "of float32");
 using Sums = ClusterReduction<SUMS, kLoadSharing, ROWS, PRODUCTS, kFragments>;
 
 }  // namespace
@@ -131,6 +136,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
     const int own_box = SPREAD ? warpgroup * PRODUCTS * boxes_each : 0;
     const int own_row = SPREAD ? 0 : warpgroup * ROWS;
     const u32 part_bytes = args.stage_bytes / PARTS;
+    const Tf32Products<ROWS, kFragments, kPixels> by_mma(thread);
     // Here and not among the units, or the compiler no longer sees that the stage index is uniform in a
     // warp, and wgmmas wait for single threads' registers.
     auto last_unit = [&]() {
@@ -180,47 +186,56 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
 #pragma unroll 1
       for (int step = 0; step < unit.steps; ++step) {
         const u32 from = pipeline.current_stage();
-        const u32 y_at = from + own_row * Layout::kYBoxBytes;
+        const u32 y_at = from + own_row * (kYBoxesEach * Layout::kYBoxBytes);
         const u32 x_at = from + Layout::kXAt + own_box * args.box_bytes;
-        u64 a, b;
-        if constexpr (PLANES) {
-          a = k_major_descriptor<128>(y_at), b = k_major_descriptor<128>(x_at);
-        } else {
-          a = mn_major_descriptor<128>(y_at), b = mn_major_descriptor<kRowBytes>(x_at, next_box);
-        }
         mbarrier_wait(pipeline.full_barrier(pipeline.stage), pipeline.parity);
-        wgmma_fence();
+        // Blocks that exit without a final barrier must not signal stages that nobody waits for.
+        auto release_of = [&](int of_step, int stage) {
+          if (!(kReduces && kMulticasts) || of_step + pipeline.stages < unit.steps) release(stage);
+        };
+        if constexpr (kMmaSync) {
+          by_mma.add(y_at, x_at, [&](int i, int f) -> float(&)[4] { return sum[i][0][f]; });
+          __syncwarp();
+          release_of(step, pipeline.stage);
+        } else {
+          u64 a, b;
+          if constexpr (PLANES) {
+            a = k_major_descriptor<128>(y_at), b = k_major_descriptor<128>(x_at);
+          } else {
+            a = mn_major_descriptor<128>(y_at), b = mn_major_descriptor<kRowBytes>(x_at, next_box);
+          }
+          wgmma_fence();
 #pragma unroll
-        for (int pair = 6 - kPairs; pair < 6; ++pair) {
-          const u32 a_part = kPairsOf[pair][0] * part_bytes, b_part = kPairsOf[pair][1] * part_bytes;
+          for (int pair = 6 - kPairs; pair < 6; ++pair) {
+            const u32 a_part = kPairsOf[pair][0] * part_bytes, b_part = kPairsOf[pair][1] * part_bytes;
 #pragma unroll
-          for (int k = 0; k < kPixels / kMmaK; ++k) {
+            for (int k = 0; k < kPixels / kMmaK; ++k) {
 #pragma unroll
-            for (int i = 0; i < ROWS; ++i) {
+              for (int i = 0; i < ROWS; ++i) {
 #pragma unroll
-              for (int j = 0; j < PRODUCTS; ++j) {
-                wgmma<T, kMajor, kMajor>(
-                    products[i][j], advance_descriptor(a, a_part + i * Layout::kYBoxBytes + k * kNextA),
-                    advance_descriptor(b, b_part + j * boxes_each * args.box_bytes + k * kNextB),
-                    !kPromotes || pair > 0 || k > 0);
+                for (int j = 0; j < PRODUCTS; ++j) {
+                  wgmma<T, kMajor, kMajor>(
+                      products[i][j], advance_descriptor(a, a_part + i * Layout::kYBoxBytes + k * kNextA),
+                      advance_descriptor(b, b_part + j * boxes_each * args.box_bytes + k * kNextB),
+                      !kPromotes || pair > 0 || k > 0);
+                }
               }
             }
           }
-        }
-        wgmma_commit();
-        if constexpr (kPromotes) {
-          wgmma_wait<0>();
-          release(pipeline.stage);
+          wgmma_commit();
+          if constexpr (kPromotes) {
+            wgmma_wait<0>();
+            release(pipeline.stage);
 #pragma unroll
-          for (int i = 0; i < ROWS; ++i) {
+            for (int i = 0; i < ROWS; ++i) {
 #pragma unroll
-            for (int j = 0; j < PRODUCTS; ++j) accumulate_scaled(sum[i][j], of_step[i][j], unscale);
+              for (int j = 0; j < PRODUCTS; ++j) accumulate_scaled(sum[i][j], of_step[i][j], unscale);
+            }
+          } else {
+            wgmma_wait<1>();
+            release_of(step - 1, last);
+            last = pipeline.stage;
           }
-        } else {
-          wgmma_wait<1>();
-          // Blocks that exit without a final barrier must not signal stages that nobody waits for.
-          if (!(kReduces && kMulticasts) || step - 1 + pipeline.stages < unit.steps) release(last);
-          last = pipeline.stage;
         }
         pipeline.next();
       }

@@ -16,6 +16,7 @@ from convgrad_service.backends.cuda.kernels.conv.hopper_weight_args import (
     dims_of,
     fill_result,
 )
+from convgrad_service.backends.cuda.kernels.conv.hopper_weight_cuts import Cut, cuts
 from convgrad_service.backends.cuda.kernels.conv.hopper_weight_model import (
     expected_s,
     launch_s,
@@ -24,10 +25,9 @@ from convgrad_service.backends.cuda.kernels.conv.hopper_weight_model import (
 from convgrad_service.backends.cuda.kernels.conv.hopper_weight_tiles import (
     PIXELS,
     ROWS,
+    TF32_TILES,
     TILES,
     TILES_OF,
-    Cut,
-    cuts,
 )
 from convgrad_service.backends.cuda.kernels.core.limits import IN_16_BITS, Requirements
 from convgrad_service.backends.cuda.kernels.core.tensor_maps import Im2colMap, TensorMap, pack_maps
@@ -36,7 +36,7 @@ from convgrad_service.backends.cuda.kernels.layout.channels_last import (
     overlapping,
     prepare_side,
 )
-from convgrad_service.backends.cuda.kernels.layout.planes import PixelRows, image_rows
+from convgrad_service.backends.cuda.kernels.layout.planes import ROW_BYTES, PixelRows, image_rows
 from convgrad_service.backends.cuda.tuning.correction import fastest
 from convgrad_service.plans.cuda.device import HOPPER, CudaDevice
 from convgrad_service.plans.cuda.program import (
@@ -73,7 +73,7 @@ NEEDS = Requirements(tf32=True, hopper=True)
 
 
 class HopperWeight:
-    """bwd_weight on sm_90a, of 16-bit tensors, and of float32 planes as TF32."""
+    """bwd_weight on sm_90a, of 16-bit tensors, and of float32 as TF32."""
 
     name = "hopper_weight"
 
@@ -113,8 +113,6 @@ class HopperWeight:
         reason = why_not_im2col(work) if rows is None else None
         if reason is not None:
             return reason
-        if work.dtype is DType.FLOAT32 and rows is None:
-            return "TF32 needs contiguous pixels: a 1x1 kernel and channels first"
         if _best(work, device, rows, parts) is None:
             return "no partition has indices and tensor maps that the kernel and TMA accept"
         return None
@@ -195,6 +193,11 @@ class HopperWeight:
                 tile.instance(dtype, cluster, summing=summing)
                 for dtype in IN_16_BITS
                 for tile in TILES
+                for cluster, summing in tile.clusters
+            ),
+            *(
+                tile.instance(DType.FLOAT32, cluster, summing=summing)
+                for tile in TF32_TILES
                 for cluster, summing in tile.clusters
             ),
             *(
@@ -345,7 +348,8 @@ def im2col_maps(
     lower = tuple(-pad for pad in work.pad)
     of_x = x, work.in_channels, work.input, lower, upper, work.stride
     of_y = y, work.out_channels, work.output, (0, 0, 0), halo, (1, 1, 1)
-    return (_map(work, *of_x, channels, pixels + beyond), _map(work, *of_y, ROWS, pixels))
+    y_channels = min(ROWS, ROW_BYTES // work.dtype.itemsize)
+    return (_map(work, *of_x, channels, pixels + beyond), _map(work, *of_y, y_channels, pixels))
 
 
 def _map(
@@ -382,4 +386,5 @@ def _map(
         upper=tuple(upper[dim] for dim in spatial),
         channels=box_channels,
         pixels=pixels,
+        round_to_tf32=work.dtype is DType.FLOAT32,
     )

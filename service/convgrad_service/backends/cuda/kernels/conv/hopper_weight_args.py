@@ -6,7 +6,8 @@ from typing import Any
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import fill
-from convgrad_service.backends.cuda.kernels.conv.hopper_weight_tiles import TILES_OF, Cut
+from convgrad_service.backends.cuda.kernels.conv.hopper_weight_cuts import Cut
+from convgrad_service.backends.cuda.kernels.conv.hopper_weight_tiles import TILES_OF
 from convgrad_service.backends.cuda.kernels.core.gather_axes import divider
 from convgrad_service.backends.cuda.kernels.layout.planes import PixelRows
 from convgrad_service.backends.cuda.structures import structure

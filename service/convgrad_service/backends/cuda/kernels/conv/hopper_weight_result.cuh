@@ -153,38 +153,42 @@ __device__ __noinline__ void finish_seldom(const HopperWeightArgs& args, int row
   finish_four<kRows, kProducts, kFragments>(args, {row, column}, index, sum, boxes);
 }
 
-// Finishes and stores four vectors of adjacent fragments, the first of them vector `index`. Plain 16-bit
-// results are stored eight channels of a row per lane, as in put_sums.
+// Finishes and stores four vectors of adjacent fragments, the first of them vector `index`. Plain
+// results are stored eight channels of a row per lane in 16 bits, two in float32.
 template <int kRows, int kProducts, int kFragments, class E = T>
 __device__ __forceinline__ void finish_quad(const HopperWeightArgs& args, const Place& place,
                                             int index, const float4 (&sum)[4], const Box* boxes) {
   const WeightResult& of = args.result;
-  if constexpr (sizeof(E) == 2) {
-    if (of.eights && !of.wide) {
-      constexpr int kEach = kRows * kProducts * kFragments * 128, kBlocks = kFragments / kInBlock;
-      const int warpgroup = index / kEach, fragment = index % kEach / 128, owner = index % 128;
-      const int f = fragment % kFragments, outer = fragment / kFragments, lane = owner % 4;
-      Box box = box_of<kProducts, kBlocks>(of, boxes, warpgroup, outer % kProducts, f / kInBlock);
-      box.c += (f % kInBlock + lane) * 8;
-      const int rows = (place.row * (SPREAD ? 1 : WARPGROUPS) + (SPREAD ? 0 : warpgroup)) * kRows;
-      const int k = (rows + outer / kProducts) * 64 + owner / 32 * 16 + owner % 32 / 4;
-      const bool real = box.real && box.c < of.in_channels;
-      E* const to = static_cast<E*>(of.w) + result_at(of, k, box);
+  if (of.eights && (sizeof(E) == 4 || !of.wide)) {
+    constexpr int kEach = kRows * kProducts * kFragments * 128, kBlocks = kFragments / kInBlock;
+    const int warpgroup = index / kEach, fragment = index % kEach / 128, owner = index % 128;
+    const int f = fragment % kFragments, outer = fragment / kFragments, lane = owner % 4;
+    Box box = box_of<kProducts, kBlocks>(of, boxes, warpgroup, outer % kProducts, f / kInBlock);
+    const int rows = (place.row * (SPREAD ? 1 : WARPGROUPS) + (SPREAD ? 0 : warpgroup)) * kRows;
+    const int k = (rows + outer / kProducts) * 64 + owner / 32 * 16 + owner % 32 / 4;
+    box.c += f % kInBlock * 8;
+    if constexpr (sizeof(E) == 2) box.c += lane * 8;
+    E* const to = static_cast<E*>(of.w) + result_at(of, k, box);
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        u32 words[4];
+    for (int half = 0; half < 2; ++half) {
+      const int channels = box.real && k + half * 8 < of.out_channels ? of.in_channels - box.c : 0;
+      u32 words[4];
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const float first = half == 0 ? sum[e].x : sum[e].z;
-          const float second = half == 0 ? sum[e].y : sum[e].w;
+      for (int e = 0; e < 4; ++e) {
+        const float first = half == 0 ? sum[e].x : sum[e].z;
+        const float second = half == 0 ? sum[e].y : sum[e].w;
+        if constexpr (sizeof(E) == 4) {
+          if (e * 8 < channels) put_pair(to + half * 8 * of.w_stride[1] + e * 8 + lane * 2, first, second);
+        } else {
           words[e] = narrow_x2<E>(first, second);
         }
-        turn_words(words, lane);
-        store_if(real && k + half * 8 < of.out_channels, to + half * 8 * of.w_stride[1],
-                 make_uint4(words[0], words[1], words[2], words[3]));
       }
-      return;
+      if constexpr (sizeof(E) == 2) {
+        turn_words(words, lane);
+        store_if(channels > 0, to + half * 8 * of.w_stride[1], make_uint4(words[0], words[1], words[2], words[3]));
+      }
     }
+    return;
   }
 #pragma unroll
   for (int e = 0; e < 4; ++e) {

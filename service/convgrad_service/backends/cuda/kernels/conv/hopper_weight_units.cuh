@@ -19,6 +19,10 @@ namespace convgrad {
 
 using T = ELEMENT;
 constexpr int kPixels = PIXELS, kInBlock = CHANNELS / 8, kMaxStages = 16;
+// Whether products are mma.sync's, of float32 with channels contiguous.
+constexpr bool kMmaSync = sizeof(T) == 4 && !PLANES;
+// Channels of a box of y: 128 bytes, or the 64 rows of a K-major operand.
+constexpr int kYChannels = kMmaSync ? 32 : 64;
 
 struct HopperWeightArgs {
   TensorMap x_map[PARTS];

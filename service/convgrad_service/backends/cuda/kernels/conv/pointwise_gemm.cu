@@ -7,6 +7,8 @@
 // or with A and B, and M and N, exchanged: TRANSPOSED where REDUCE is 0. With PLANES, fprop and dgrad of channels
 // first: A is M-major, and tiles of M are pixels of an image.
 //
+// float32 is multiplied as TF32 by mma.sync (tf32_products.cuh): wgrad with REDUCE 1 or 2.
+//
 // Block: a BM x BN tile; CONSUMERS warpgroups of BM / CONSUMERS rows each and two producer warps, one
 // thread for A's loads and one for B's, through a pipeline of `stages` k-tiles of DEPTH elements. A's
 // producer initialises the pipeline's mbarriers and issues its first load before the block synchronises.
@@ -32,6 +34,7 @@
 // Limits: M, N and K below 2^31; 64-bit offsets.
 #include "conv/pointwise_gemm_grid_reduce.cuh"
 #include "conv/pointwise_gemm_store.cuh"
+#include "conv/tf32_products.cuh"
 
 using namespace convgrad;
 
@@ -55,33 +58,49 @@ __device__ __forceinline__ void mainloop(const SharedLayout& smem, PipelineState
   const int first_row = CONSUMERS == 1 ? 0 : static_cast<int>(threadIdx.x / 128) * kNextRows;
   const int lane = threadIdx.x & 31, sharers = kMulticast ? smem.sharing : 1;
   int previous = -1;  // the stage that wgmmas in flight read
+  if constexpr (kMmaSync) {
+    const Tf32Products<kMmasM, kFragmentsN, DEPTH, B_BYTES> by_mma(threadIdx.x);
+    const u32 own = first_row / 32 * OperandA::kBoxBytes;
+    clear(accum);
 #pragma unroll 1
-  for (int step = 0; step < steps; ++step) {
-    mbarrier_wait(smem.full_barrier(state.index), state.parity);
-    const u32 b_from = RESIDENT ? smem.resident + step * OperandB::kBytes : smem.b(state.index);
-    wgmma_fence();
-#pragma unroll
-    for (int i = 0; i < DEPTH / 16; ++i) {
-      const u64 b = OperandB::descriptor(b_from, 0, i);
-#pragma unroll
-      for (int part = 0; part < kMmasM; ++part) {
-        const u64 a = OperandA::descriptor(smem.a(state.index), first_row + part * 64, i);
-        wgmma<T, OperandA::kMajor, OperandB::kMajor>(accum[part], a, b, i > 0 || step > 0);
-      }
+    for (int step = 0; step < steps; ++step) {
+      mbarrier_wait(smem.full_barrier(state.index), state.parity);
+      by_mma.add(smem.a(state.index) + own, smem.b(state.index),
+                 [&](int i, int f) -> float(&)[4] { return accum[i][f]; });
+      __syncwarp();
+      if (lane < sharers) smem.release(state.index, lane);
+      state.advance(smem.stages);
     }
-    wgmma_commit();
-    if (kPingPong && step == steps - 1 && lane == 0) mbarrier_arrive(next_order_barrier);
-    wgmma_wait<1>();
-    if (previous >= 0 && lane < sharers) smem.release(previous, lane);
-    previous = state.index;
-    state.advance(smem.stages);
-  }
-  wgmma_wait<0>();
+  } else {
+#pragma unroll 1
+    for (int step = 0; step < steps; ++step) {
+      mbarrier_wait(smem.full_barrier(state.index), state.parity);
+      const u32 b_from = RESIDENT ? smem.resident + step * OperandB::kBytes : smem.b(state.index);
+      wgmma_fence();
 #pragma unroll
-  for (int part = 0; part < kMmasM; ++part) fence_accumulators(accum[part]);
-  if (previous >= 0 && lane < sharers) smem.release(previous, lane);
+      for (int i = 0; i < DEPTH / 16; ++i) {
+        const u64 b = OperandB::descriptor(b_from, 0, i);
+#pragma unroll
+        for (int part = 0; part < kMmasM; ++part) {
+          const u64 a = OperandA::descriptor(smem.a(state.index), first_row + part * 64, i);
+          wgmma<T, OperandA::kMajor, OperandB::kMajor>(accum[part], a, b, i > 0 || step > 0);
+        }
+      }
+      wgmma_commit();
+      if (kPingPong && step == steps - 1 && lane == 0) mbarrier_arrive(next_order_barrier);
+      wgmma_wait<1>();
+      if (previous >= 0 && lane < sharers) smem.release(previous, lane);
+      previous = state.index;
+      state.advance(smem.stages);
+    }
+    wgmma_wait<0>();
+#pragma unroll
+    for (int part = 0; part < kMmasM; ++part) fence_accumulators(accum[part]);
+    if (previous >= 0 && lane < sharers) smem.release(previous, lane);
+  }
 }
 
+#if !REDUCE
 __device__ __forceinline__ void consume_row_tiles(const PointwiseGemmArgs& args, const SharedLayout& smem,
                                               const BlockWork& work) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
@@ -146,6 +165,7 @@ __device__ __forceinline__ void consume_row_tiles(const PointwiseGemmArgs& args,
   }
   if (lane == 0) tma_store_wait_read<0>();
 }
+#endif
 
 // Calls each(index, fragment, fragment_row, row, column) for this thread's part of the owned fragments: eight
 // consecutive columns of rows `row` and row + 8 of the tile. `index` numbers the parts within the block.
@@ -300,7 +320,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       mainloop(smem, state, work.steps, accum);
       reduce_in_grid(args, smem, work, reduction, word, accum);
     } else {
+#if !REDUCE
       consume_row_tiles(args, smem, work);
+#endif
     }
   }
   leave_cluster();

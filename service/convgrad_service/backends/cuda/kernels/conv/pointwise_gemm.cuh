@@ -42,7 +42,8 @@ struct GemmOperand {
   static constexpr int kBoxes = kMn ? (kExtent + kRowElements - 1) / kRowElements : kDepth / kRowElements;
   static constexpr u32 kBoxBytes = (kMn ? kDepth : kExtent) * kRowBytes;
   static constexpr u32 kBytes = kBoxes * kBoxBytes;
-  static constexpr Major kMajor = kMn ? kMajorMn : kMajorK;
+  // Of wgmma, which multiplies TF32 with K contiguous only.
+  static constexpr Major kMajor = kMn && sizeof(T) == 2 ? kMajorMn : kMajorK;
   static_assert(kMn || kDepth % kRowElements == 0, "whole rows");
   static_assert(kBoxBytes % (8 * kRowBytes) == 0, "swizzled patterns repeat");
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -20,7 +20,7 @@ from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_tiles import (
     Product,
 )
 from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS
-from convgrad_service.backends.cuda.kernels.core.limits import IN_16_BITS, Requirements
+from convgrad_service.backends.cuda.kernels.core.limits import DTYPES, IN_16_BITS, Requirements
 from convgrad_service.backends.cuda.kernels.core.tensor_maps import TiledMap, pack_maps
 from convgrad_service.backends.cuda.kernels.layout.planes import flat_planes
 from convgrad_service.backends.cuda.structures import structure
@@ -48,11 +48,11 @@ MOST_ROWS = 2**31 - 2**16
 PointwiseGemmArgs = structure("conv/pointwise_gemm.cuh", "PointwiseGemmArgs")
 
 
-NEEDS = Requirements(IN_16_BITS, hopper=True)
+NEEDS = Requirements(DTYPES, tf32=True, hopper=True)
 
 
 class PointwiseGemm:
-    """fwd, bwd_data and bwd_weight of 1x1 kernels and stride 1 in 16-bit types.
+    """fwd, bwd_data and bwd_weight of 1x1 kernels and stride 1 in 16 bits, the last also in TF32.
 
     Channels last, or but for bwd_weight channels first in planes of whole chunks.
     """
@@ -66,6 +66,7 @@ class PointwiseGemm:
         swapped: bool = False,
         most_s: float = math.inf,
         planes: bool = False,
+        dtypes: Sequence[DType] = DTYPES,
     ) -> None:
         """Create the family.
 
@@ -79,12 +80,14 @@ class PointwiseGemm:
             The longest expected time of work that it takes, in seconds.
         planes
             Whether it takes channels first alone.
+        dtypes
+            Dtypes that it takes.
         """
         self._config, self._swapped, self._most_s = config, swapped, most_s
-        self._planes = planes
+        self._planes, self._needs = planes, replace(NEEDS, dtypes=tuple(dtypes))
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
-        if (reason := NEEDS.why_not(work, device)) is not None:
+        if (reason := self._needs.why_not(work, device)) is not None:
             return reason
         if work.taps > 1 or max(work.stride) > 1 or any(work.pad) or work.input != work.output:
             return "taps, strides or padding"
@@ -181,14 +184,15 @@ class PointwiseGemm:
             for config in every_config(product.menu)
             for one in (config, *sharing(config, product))
         }
-        return list(found)
+        tf32 = _like(True, True, transposed=False, item_bytes=4)
+        return [*found, *(_instance(DType.FLOAT32, one, tf32) for one in every_config(tf32.menu))]
 
 
-def _like(a_mn: bool, b_mn: bool, *, transposed: bool) -> Product:
+def _like(a_mn: bool, b_mn: bool, *, transposed: bool, item_bytes: int = ITEM_BYTES) -> Product:
     """Return some product whose operands lie so."""
     strides = (1, CHUNK) if transposed else (CHUNK, 1)
-    a, b = Matrix(1, 1, a_mn), Matrix(1, 1, b_mn)
-    return Product(a, b, 1, *strides, stores=True, swapped=transposed)
+    a, b = (Matrix(1, 1, mn, item_bytes=item_bytes) for mn in (a_mn, b_mn))
+    return Product(a, b, 1, *strides, stores=item_bytes == ITEM_BYTES, swapped=transposed)
 
 
 def _arguments(work: ConvWork, product: Product, config: Config, stages: int) -> Any:
@@ -198,7 +202,7 @@ def _arguments(work: ConvWork, product: Product, config: Config, stages: int) ->
     args.row_stride, args.column_stride = product.row_stride, product.column_stride
     args.alpha, args.beta = work.alpha, work.beta
     args.activation = ACTIVATIONS[work.activation]
-    args.plain, args.wide_result = work.epilogue_free, work.result_dtype is DType.FLOAT32
+    args.plain, args.wide_result = work.epilogue_free, work.result_dtype is not work.dtype
     args.result_in_vectors = (
         product.column_stride == 1
         and not product.row_stride % CHUNK
@@ -235,6 +239,8 @@ def products_of(work: ConvWork) -> tuple[Product, ...]:
     x, y = _pitch(work.x, work.batch, work.input), _pitch(work.y, work.batch, work.output)
     _, k, c, *_ = work.w.strides
     inputs, outputs, pixels = work.in_channels, work.out_channels, work.pixels
+    if work.direction != "bwd_weight" and work.dtype is DType.FLOAT32:
+        return ()
     if x is not None and _writes_planes(work):
         a, b = Matrix(pixels, x, mn=False), Matrix(outputs, k, mn=False)
         whole = x % CHUNK == k % CHUNK == 0
@@ -246,11 +252,14 @@ def products_of(work: ConvWork) -> tuple[Product, ...]:
     if x is None or y is None:
         return ()
     if work.direction == "bwd_weight":
-        if x % CHUNK or y % CHUNK:
+        item_bytes = work.dtype.itemsize
+        if max(x * item_bytes % 16, y * item_bytes % 16):
             return ()
-        row, column = Matrix(outputs, y, mn=True), Matrix(inputs, x, mn=True)
+        row = Matrix(outputs, y, mn=True, item_bytes=item_bytes)
+        column = Matrix(inputs, x, mn=True, item_bytes=item_bytes)
+        stores = item_bytes == ITEM_BYTES and _stores(work, k)
         return (
-            Product(row, column, pixels, k, 1, _stores(work, k)),
+            Product(row, column, pixels, k, 1, stores),
             Product(column, row, pixels, 1, k, stores=False, swapped=True),
         )
     backward = work.direction == "bwd_data"
@@ -324,7 +333,7 @@ def _pitch(operand: Operand, batch: int, size: Size3) -> int | None:
 def _map(dtype: DType, product: Product, config: Config, matrix: Matrix, extent: int) -> TiledMap:
     """Return the tensor map of an operand, whose boxes `GemmOperand` loads."""
     row_bytes = config.row_bytes(matrix, extent)
-    wide, pitch = row_bytes // ITEM_BYTES, matrix.pitch * ITEM_BYTES
+    wide, pitch = row_bytes // matrix.item_bytes, matrix.pitch * matrix.item_bytes
     # Gradients, channels last, if L2 fetches lines instead of pairs of lines: 0.97 of the time on
     # an H200 (125 configurations, at most 1.03), but 1.02 with the widest tiles (27).
     gradient = (product.a.mn or product.b.mn) and not product.images
@@ -349,6 +358,7 @@ def _map(dtype: DType, product: Product, config: Config, matrix: Matrix, extent:
         swizzle=row_bytes,
         box=(wide, config.depth, extent // wide if whole else 1),
         l2_bytes=fetched,
+        round_to_tf32=dtype is DType.FLOAT32,
     )
 
 

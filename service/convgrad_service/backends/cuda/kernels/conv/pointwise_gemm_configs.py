@@ -86,12 +86,20 @@ IN_CLUSTER: Tiles = {
         64: {64: (80, 96, 128, 160, 192), 128: (64, 192)},
         128: {64: (16, 24, 32, 64)},
     },
+    "weight_tf32": {
+        32: {64: (64, 96, 128)},
+        64: {64: (16, 32, 64)},
+    },
 }
 # The blocks of the grid split K.
 IN_GRID: Tiles = {
     "weight": {
         64: {64: (80, 128, 144, 192, 256), 128: (40, 128, 192, 256)},
         128: {64: (16, 24, 32, 64), 128: (24,)},
+    },
+    "weight_tf32": {
+        32: {64: (64, 96, 128)},
+        64: {64: (16, 32, 64)},
     },
 }
 # Tiles of STORED whose blocks can share an operand with those of their cluster, and the sizes of

@@ -43,6 +43,9 @@ constexpr bool kClusterSplit = REDUCE == 1, kGridSplit = REDUCE == 2;
 // Whether the blocks of a cluster, whose tiles have the same columns (transposed: rows), share that operand.
 constexpr bool kMulticast = MULTICAST != 0;
 static_assert(!kMulticast || !(kClusterSplit || RESIDENT), "operands that all blocks load");
+// Whether products are mma.sync's, of float32.
+constexpr bool kMmaSync = sizeof(T) == 4;
+static_assert(!kMmaSync || (A_MN && B_MN && A_BYTES == 128 && REDUCE && !RESIDENT), "of float32");
 
 // Swizzle atoms of 128-byte rows start at multiples of 1,024.
 __device__ __forceinline__ u32 align_to_swizzle_atom(u32 address) { return (address + 1023) & ~1023u; }

@@ -16,7 +16,11 @@ from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_configs import (
     every_config,
     sharing,
 )
-from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_rates import GATHER, WGRAD
+from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_rates import (
+    GATHER,
+    WGRAD,
+    WGRAD_TF32,
+)
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_tiles import (
     BARRIER_BYTES,
     CLUSTERS,
@@ -51,6 +55,9 @@ DOUBT = 1.05
 NEAR = 1.3
 # A tensor-core clock in microseconds, and the fewest clocks of a wgmma.
 CLOCK, LEAST_CLOCKS = 1 / 1755, 16
+# Tensor-core clocks of TF32 by mma.sync over those of as many products by wgmma in 16 bits; bytes
+# of shared memory in a clock.
+TF32_CLOCKS, LINE_BYTES = 3.2, 128
 
 
 class _Table:
@@ -61,12 +68,14 @@ class _Table:
     """
 
     def __init__(self, device: CudaDevice, kind: str, *, a_mn: bool, b_mn: bool) -> None:
-        wgrad, transposed = kind == "weight", kind == "transposed"
+        wgrad, transposed = kind.startswith("weight"), kind == "transposed"
+        tf32 = kind == "weight_tf32"
         self._device, self._wgrad, self._transposed = device, wgrad, transposed
-        self._rates = rates = WGRAD if wgrad else GATHER
+        self._rates = rates = WGRAD_TF32 if tf32 else WGRAD if wgrad else GATHER
         images = int(kind == "planes")
-        a, b = Matrix(1, 1, a_mn), Matrix(1, 1, b_mn)
-        like = Product(a, b, 1, 1, 1, stores=True, swapped=transposed, images=images)
+        item_bytes = 4 if tf32 else ITEM_BYTES
+        a, b = (Matrix(1, 1, mn, item_bytes=item_bytes) for mn in (a_mn, b_mn))
+        like = Product(a, b, 1, 1, 1, stores=not tf32, swapped=transposed, images=images)
         # Each configuration is repeated for the numbers of parts that `times` tries.
         kinds = 3 if wgrad else 1
         alone = [
@@ -121,6 +130,11 @@ class _Table:
 
         results = self.m * self.n
         clocks = self.m / 64 * self.depth / 16 * np.maximum(self.n / 2, LEAST_CLOCKS)
+        if tf32:
+            # Of shared memory: a warp loads 16 rows and all columns, and the copy engine stores.
+            loads = column(lambda one: one.consumers * 4 * (16 * one.parts_of_m + one.n))
+            loads = (loads * 4 * self.depth + self.stage) / LINE_BYTES
+            clocks = np.maximum(clocks * TF32_CLOCKS, loads)
         lines = column(
             lambda one: one.lines(like.a, one.m) + (0 if one.resident else one.lines(like.b, one.n))
         )
@@ -297,6 +311,7 @@ def prepare(device: CudaDevice) -> None:
         _table(device, "transposed", b_mn, False)
         _table(device, "planes", True, b_mn)
     _table(device, "weight", True, True)
+    _table(device, "weight_tf32", True, True)
 
 
 def timed(

@@ -3,6 +3,7 @@
 
 #include "conv/pointwise_gemm_load.cuh"
 
+#if !REDUCE
 namespace {
 
 // Address of columns 8 * chunk to 8 * chunk + 7 of a row in a staging buffer.
@@ -118,3 +119,4 @@ __device__ __forceinline__ void store_columns(const PointwiseGemmArgs& args, u32
 }
 
 }  // namespace
+#endif

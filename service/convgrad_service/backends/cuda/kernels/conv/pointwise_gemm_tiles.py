@@ -54,17 +54,20 @@ class Matrix:
         Whether it is MN-major; otherwise it is K-major.
     image
         The stride between images, in elements, if the rows are pixels of several.
+    item_bytes
+        Bytes of an element: 4 of TF32, whose operands are MN-major.
     """
 
     rows: int
     pitch: int
     mn: bool
     image: int = 0
+    item_bytes: int = ITEM_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """The GEMM result[rows, columns] = a[rows, depth] * b[columns, depth], of 16-bit elements.
+    """The GEMM result[rows, columns] = a[rows, depth] * b[columns, depth].
 
     Attributes
     ----------
@@ -115,7 +118,9 @@ class Product:
         """The name of its cost model's correction."""
         if self.images:
             return "planes"
-        return "transposed" if self.transposed else "weight" if self.a.mn else "gather"
+        if not self.a.mn or self.transposed:
+            return "transposed" if self.transposed else "gather"
+        return "weight" if self.a.item_bytes == ITEM_BYTES else "weight_tf32"
 
     @property
     def menu(self) -> str:
@@ -127,7 +132,7 @@ class Product:
     def bytes(self) -> int:
         """Bytes that must be read and written."""
         elements = (self.rows + self.columns) * self.depth + self.rows * self.columns
-        return elements * ITEM_BYTES
+        return elements * self.a.item_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,12 +255,14 @@ class Config:
         """Return the bytes of a row in shared memory of an operand with ``extent`` rows per
         tile."""
         elements = extent if matrix.mn else self.depth
-        return next((size for size in ROW_BYTES if elements * ITEM_BYTES <= size), ROW_BYTES[-1])
+        return next(
+            (size for size in ROW_BYTES if elements * matrix.item_bytes <= size), ROW_BYTES[-1]
+        )
 
     def boxes(self, matrix: Matrix, extent: int) -> int:
         """Return the number of adjacent boxes per stage of an operand."""
         elements = extent if matrix.mn else self.depth
-        return ceil_div(elements * ITEM_BYTES, self.row_bytes(matrix, extent))
+        return ceil_div(elements * matrix.item_bytes, self.row_bytes(matrix, extent))
 
     def lines(self, matrix: Matrix, extent: int) -> int:
         """Return the rows of shared memory per stage of an operand."""
@@ -267,7 +274,7 @@ class Config:
 
     def is_whole(self, matrix: Matrix, extent: int) -> bool:
         """Return whether whole boxes cover all rows of an MN-major operand, and those of a tile."""
-        wide = self.row_bytes(matrix, extent) // ITEM_BYTES
+        wide = self.row_bytes(matrix, extent) // matrix.item_bytes
         return matrix.mn and not matrix.image and matrix.rows % wide == extent % wide == 0
 
     def steps(self, product: Product) -> int:

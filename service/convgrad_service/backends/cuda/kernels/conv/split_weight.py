@@ -21,7 +21,7 @@ from convgrad_service.backends.cuda.kernels.conv.float_parts import (
     why_not_parts,
 )
 from convgrad_service.backends.cuda.kernels.conv.hopper_weight import HopperWeight
-from convgrad_service.backends.cuda.kernels.conv.hopper_weight_tiles import Cut
+from convgrad_service.backends.cuda.kernels.conv.hopper_weight_cuts import Cut
 from convgrad_service.backends.cuda.kernels.core.limits import Requirements
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch

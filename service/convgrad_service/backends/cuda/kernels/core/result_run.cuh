@@ -27,13 +27,13 @@ struct OutputPointer {
   // kCount consecutive elements, aligned to their size or to 16 bytes.
   template <int kCount>
   __device__ __forceinline__ void store_vector(i64 index, const float (&values)[kCount]) const {
-    if (wide) {
+    if (sizeof(T) == 4 || wide) {
       auto* const to = reinterpret_cast<float4*>(reinterpret_cast<float*>(at) + index);
 #pragma unroll
       for (int e = 0; e < kCount; e += 4) {
         to[e / 4] = {values[e], values[e + 1], values[e + 2], values[e + 3]};
       }
-    } else {
+    } else if constexpr (sizeof(T) < 4) {
       Vector<T, kCount> vector;
 #pragma unroll
       for (int e = 0; e < kCount; ++e) vector.at[e] = narrow<T>(values[e]);

@@ -12,7 +12,7 @@ from convgrad_service.plans.cuda.program import ceil_div
 from convgrad_service.plans.cuda.works import ConvWork, Operand
 from convgrad_service.problems.sizes import Size3
 
-__all__ = ["PixelRows", "Rows", "flat_planes", "image_rows"]
+__all__ = ["ROW_BYTES", "PixelRows", "Rows", "flat_planes", "image_rows"]
 
 ROW_BYTES = 128
 

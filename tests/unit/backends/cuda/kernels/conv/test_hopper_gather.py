@@ -322,13 +322,20 @@ def test_a_partial_chunk_of_channels_takes_no_less_time_than_a_whole_one() -> No
         assert few >= many
 
 
+def test_from_16_channels_on_plain_tf32_is_taken() -> None:
+    given = {"channels": (512, 16), "dtype": DType.FLOAT32, "precision": "high"}
+    work = work_of("bwd_data", batch=8, size=14, **given)
+    assert HopperGather().why_not(work, H200) is None
+    assert HopperGather().why_not(replace(work, alpha=0.5), H200) is not None
+
+
 def test_from_16_channels_on_16_bit_types_are_compared_with_other_families() -> None:
     direct, usual = HopperGather(direct=True), HopperGather()
     for channels, dtype, compared in (
         ((512, 16), DType.BFLOAT16, True),
         ((16, 512), DType.BFLOAT16, True),
         ((512, 8), DType.BFLOAT16, False),
-        ((512, 16), DType.FLOAT32, False),
+        ((512, 8), DType.FLOAT32, False),
     ):
         given = {"channels": channels, "dtype": dtype, "precision": "high"}
         work = work_of("bwd_data", batch=8, size=14, **given)

@@ -9,13 +9,13 @@ import pytest
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.conv.hopper_weight import HopperWeight
-from convgrad_service.backends.cuda.kernels.conv.hopper_weight_model import expected_s
-from convgrad_service.backends.cuda.kernels.conv.hopper_weight_tiles import (
+from convgrad_service.backends.cuda.kernels.conv.hopper_weight_cuts import (
     LEAST_STAGES,
     PARTIAL_BYTES,
-    PIXELS,
     cuts,
 )
+from convgrad_service.backends.cuda.kernels.conv.hopper_weight_model import expected_s
+from convgrad_service.backends.cuda.kernels.conv.hopper_weight_tiles import PIXELS
 from convgrad_service.plans.cuda.device import H200, CudaDevice
 from convgrad_service.plans.cuda.program import ZEROS_BYTES, Launch
 from convgrad_service.plans.cuda.works import ConvWork
@@ -41,10 +41,6 @@ WORKS = {
         (work_of("bwd_weight", channels=(8, 64)), "8 channels to 64"),
         (work_of("bwd_weight", dtype=DType.FLOAT64), "float64"),
         (work_of("bwd_weight", dtype=DType.FLOAT32), "TF32 is less"),
-        (
-            work_of("bwd_weight", dtype=DType.FLOAT32, precision="high", stride=2),
-            "channels first",
-        ),
         (work_of("bwd_weight", size=40, kernel=1, pad=0, stride=9), "a stride of 9"),
         (work_of("bwd_weight", size=300, kernel=3, pad=128, dilation=128), "reach over 256"),
         (
@@ -57,6 +53,11 @@ def test_what_it_leaves_to_others(work: ConvWork, why: str) -> None:
     reason = HopperWeight().why_not(work, H200)
     assert reason is not None
     assert why in reason
+
+
+def test_it_takes_float32_where_tf32_is_exact_enough() -> None:
+    work = work_of("bwd_weight", dtype=DType.FLOAT32, precision="high", stride=2)
+    assert HopperWeight().why_not(work, H200) is None
 
 
 def test_it_is_for_hopper_alone() -> None:
