@@ -93,6 +93,20 @@ PLANES = (
     (conv_bwd_data("images", IMAGES), Config(64, 128, multicast=2)),
 )
 
+# Weight gradients of planes: k-tiles of one image each, the last of an image partial; channels that
+# are no whole chunks; blocks that store, and splits whose steps skip images.
+_PLANES = grouped_conv_bwd_weight("images", IMAGES)
+_NARROW = grouped_conv_bwd_weight("narrow", Conv(5, 9, 21, (8, 3), (1, 1)))
+SUMMED_PLANES = (
+    (_PLANES, Config(64, 32), False),
+    (_PLANES, Config(128, 64, cluster=2, parts=2), False),
+    (_PLANES, Config(64, 64, 128, cluster=3), True),
+    (_PLANES, Config(64, 80, parts=7), True),
+    (_PLANES, Config(128, 40, 128, parts=4), False),
+    (_NARROW, Config(64, 24, 128, parts=3), False),
+    (_NARROW, Config(64, 16, cluster=2), True),
+)
+
 
 def name_of(value: object) -> str | None:
     return value.id if isinstance(value, Case) else str(value)
@@ -133,8 +147,13 @@ def test_planes(seed: int, case: Case, config: Config) -> None:
         check(found, wanted, gate, f"seed {seed}, {case.id} {config}")
 
 
-@pytest.mark.parametrize(("case", "config", "swapped"), SUMMED, ids=name_of)
-def test_weight(seed: int, case: Case, config: Config, swapped: bool) -> None:
+@pytest.mark.parametrize(
+    ("case", "config", "swapped", "planes"),
+    [(*one, False) for one in SUMMED] + [(*one, True) for one in SUMMED_PLANES],
+    ids=name_of,
+)
+def test_weight(seed: int, case: Case, config: Config, swapped: bool, planes: bool) -> None:
+    layout = "NCHW" if planes else _last(case)
     backend = EmulatedBackend(pointwise_gemm(config, swapped=swapped))
     for wide in (False, True):
         # Bulk copies store results only if they are as wide as the inputs.
@@ -142,7 +161,7 @@ def test_weight(seed: int, case: Case, config: Config, swapped: bool) -> None:
             continue
         posed = case.with_params("wide", weight_dtype="float32") if wide else case
         tensors, wanted = drawn(seed, posed, "bfloat16", "exact")
-        found = answers(backend, posed, tensors, _last(case))
+        found = answers(backend, posed, tensors, layout)
         check(found, wanted, "exact", f"seed {seed}, {posed.id} {config}")
 
 

@@ -4,8 +4,9 @@
 //   fprop   pixels            output channels  input channels    K, K
 //   dgrad   pixels            input channels   output channels   K, N
 //   wgrad   output channels   input channels   pixels            M, N
-// or with A and B, and M and N, exchanged: TRANSPOSED where REDUCE is 0. With PLANES, fprop and dgrad of channels
-// first: A is M-major, and tiles of M are pixels of an image.
+// or with A and B, and M and N, exchanged: TRANSPOSED where REDUCE is 0. Channels first, with PLANES, fprop and dgrad:
+// A is M-major, and tiles of M are pixels of an image; with IMAGES, wgrad: A and B are K-major, and k-tiles are pixels
+// of an image.
 //
 // Block: a BM x BN tile; CONSUMERS warpgroups of BM / CONSUMERS rows each and two producer warps, one
 // thread for A's loads and one for B's, through a pipeline of `stages` k-tiles of DEPTH elements. A's

@@ -54,7 +54,7 @@ NEEDS = Requirements(IN_16_BITS, hopper=True)
 class PointwiseGemm:
     """fwd, bwd_data and bwd_weight of 1x1 kernels and stride 1 in 16-bit types.
 
-    Channels last, or but for bwd_weight channels first in planes of whole chunks.
+    Channels last, or channels first in planes of whole chunks.
     """
 
     name = "pointwise_gemm"
@@ -169,11 +169,12 @@ class PointwiseGemm:
 
     def instances(self) -> Iterable[Instance]:
         # Whether A and B are MN-major: fwd, bwd_data and bwd_weight; then the former two transposed
-        # and of planes.
+        # and of planes, then bwd_weight of planes.
         majors = (False, False), (False, True), (True, True)
         products = [_like(a, b, transposed=False) for a, b in majors]
         products += [_like(b, a, transposed=True) for a, b in majors[:2]]
         products += [replace(_like(True, b, transposed=False), images=1) for _, b in majors[:2]]
+        products += [replace(_like(False, False, transposed=False), summed_images=1)]
         found = {
             _instance(dtype, one, product): None
             for dtype in IN_16_BITS
@@ -213,6 +214,8 @@ def _arguments(work: ConvWork, product: Product, config: Config, stages: int) ->
     args.a_whole = config.is_whole(product.a, config.m)
     args.b_whole = config.is_whole(product.b, config.n)
     args.image_tiles = config.tiles(product)[0] // max(product.images, 1)
+    if product.summed_images:
+        args.image_tiles = config.image_steps(product)
     return args
 
 
@@ -266,9 +269,21 @@ def products_of(work: ConvWork) -> tuple[Product, ...]:
 
 
 def _planes(work: ConvWork) -> tuple[Product, ...]:
-    """Return the GEMM of a convolution of channels first: none or one."""
+    """Return the GEMMs of a convolution of channels first: none, one, or two as `products_of`."""
     flat, k = flat_planes(work), work.w.strides[1]
-    if flat is None or work.direction == "bwd_weight" or k % CHUNK:
+    if flat is None:
+        return ()
+    if work.direction == "bwd_weight":
+        row, column = (
+            Matrix(channels, channel, mn=False, image=image if work.batch > 1 else channel)
+            for operand, channels in ((flat.y, work.out_channels), (flat.x, work.in_channels))
+            for image, _, channel, *_ in (operand.strides,)
+        )
+        pixels, images = work.pixels, work.batch
+        product = Product(row, column, pixels, k, 1, _stores(work, k), summed_images=images)
+        other = replace(product, a=column, b=row, row_stride=1, column_stride=k)
+        return product, replace(other, stores=False, swapped=True)
+    if k % CHUNK:
         return ()
     source, result = flat.sides
     depth, columns = work.channels
@@ -329,6 +344,15 @@ def _map(dtype: DType, product: Product, config: Config, matrix: Matrix, extent:
     # an H200 (125 configurations, at most 1.03), but 1.02 with the widest tiles (27).
     gradient = (product.a.mn or product.b.mn) and not product.images
     fetched = LINE_BYTES if gradient and config.n < WIDEST else 2 * LINE_BYTES
+    if not matrix.mn and matrix.image:
+        return TiledMap(
+            dtype,
+            (product.depth // product.summed_images, matrix.rows, product.summed_images),
+            (pitch, matrix.image * ITEM_BYTES),
+            swizzle=row_bytes,
+            box=(wide, extent, 1),
+            l2_bytes=fetched,
+        )
     if not matrix.mn:
         sizes, box = (product.depth, matrix.rows), (wide, extent)
         return TiledMap(dtype, sizes, (pitch,), swizzle=row_bytes, box=box, l2_bytes=fetched)

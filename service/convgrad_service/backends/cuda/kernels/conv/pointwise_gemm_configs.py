@@ -14,7 +14,7 @@ SHALLOW, USUAL, DEEP = (16, 32), 64, 128
 
 # M and N of tiles by `Product.menu` and the K of a k-tile: those of all measured and tuned layers,
 # and others that shorten 8,500 products of networks' and random layers the most (docs/kernels.md).
-Tiles = Mapping[str, Mapping[int, Mapping[int, tuple[int, ...]]]]
+Tiles = dict[str, Mapping[int, Mapping[int, tuple[int, ...]]]]
 # Blocks are persistent and TMA stores results.
 STORED: Tiles = {
     "gather": {
@@ -105,6 +105,11 @@ SHARED: Tiles = {
 SHARING = (2, 4)
 # Tiles of STORED that warpgroups can take in turn, also in such clusters.
 ALTERNATE: Tiles = {"gather": {64: {128: (128,)}}}
+
+
+# Weight gradients channels first: as channels last.
+for _ways in (STORED, IN_CLUSTER, IN_GRID):
+    _ways["weight_planes"] = _ways["weight"]
 
 
 def sharing(config: Config, product: Product) -> Iterator[Config]:

@@ -10,8 +10,10 @@ using namespace convgrad;
 namespace {
 
 using T = ELEMENT;
-using OperandA = GemmOperand<T, A_MN != 0, A_BYTES, BM, DEPTH>;
-using OperandB = GemmOperand<T, B_MN != 0, B_BYTES, BN, DEPTH>;
+// Whether K is pixels of planes, one per row of A and of B, of several images. No k-tile spans two images.
+constexpr bool kImages = IMAGES != 0;
+using OperandA = GemmOperand<T, A_MN != 0, A_BYTES, BM, DEPTH, kImages>;
+using OperandB = GemmOperand<T, B_MN != 0, B_BYTES, BN, DEPTH, kImages>;
 // Whether two warpgroups take alternate tiles, so that one's epilogue overlaps the other's mainloop.
 constexpr bool kPingPong = PINGPONG != 0;
 constexpr int kWarpgroupRows = BM / (kPingPong ? 1 : CONSUMERS), kMmasM = kWarpgroupRows / 64, kFragmentsN = BN / 8;
@@ -107,14 +109,28 @@ struct BlockWork {
   }
 };
 
+// Where K is the pixels of several images: the image of a k-tile, and its k-tile. Steps without dividing.
+struct ImageStep {
+  int image, k_tile;
+
+  __device__ __forceinline__ ImageStep(int step, int tiles) : image(step / tiles), k_tile(step - image * tiles) {}
+  __device__ __forceinline__ void add(const ImageStep& other, int tiles) {
+    image += other.image, k_tile += other.k_tile;
+    if (k_tile >= tiles) k_tile -= tiles, ++image;
+  }
+};
+
 // The producer of one operand: one thread loads k-tile after k-tile. The blocks that share the operand take
 // turns to load one for all.
 template <class Side, bool kRows>
 struct Producer {
   const TensorMap& map;
   const BlockWork& work;
-  const int row_tiles, single_copy;
+  const int row_tiles, single_copy, image_tiles;
   int row, step = 0;
+  // With IMAGES: the first k-tile, what leads from one to the next, and the next.
+  const ImageStep first, each;
+  ImageStep at;
   PipelineState state{1};
   int turn = 0;
   static constexpr bool kShared = kMulticast && kRows == kTransposed;
@@ -124,7 +140,11 @@ struct Producer {
         work(work),
         row_tiles(kMulticast ? work.row_end(args) : args.row_tiles),
         single_copy(kRows ? args.a_whole : args.b_whole),
-        row(work.row) {}
+        image_tiles(kImages ? args.image_tiles : 1),
+        row(work.row),
+        first(kImages ? work.begin : 0, image_tiles),
+        each(kImages ? work.k_step : 0, image_tiles),
+        at(first) {}
   __device__ __forceinline__ bool has_next() const { return row < row_tiles && work.steps > 0; }
   __device__ __forceinline__ void next(const SharedLayout& smem) {
     const u32 to = kRows ? smem.a(state.index) : smem.b(state.index),
@@ -132,7 +152,10 @@ struct Producer {
     mbarrier_arrive_expect_tx(barrier, Side::kBytes);
     const int k_tile = work.begin + step * (kGridSplit ? work.k_step : 1);
     constexpr int kExtent = kRows ? BM : BN;
-    if constexpr (kPlanes && kRows) {
+    if constexpr (kImages) {
+      Side::load(to, map, barrier, kRows ? row * kExtent : work.column, at.k_tile, 0, at.image);
+      at.add(each, image_tiles);
+    } else if constexpr (kPlanes && kRows) {
       const int image = row / work.image_tiles;
       Side::load(to, map, barrier, (row - image * work.image_tiles) * kExtent, k_tile, 0, image);
     } else if constexpr (kShared) {
@@ -143,7 +166,7 @@ struct Producer {
     } else {
       Side::load(to, map, barrier, kRows != kTransposed ? row * kExtent : work.column, k_tile, single_copy);
     }
-    if (++step == work.steps) step = 0, row += work.row_step;
+    if (++step == work.steps) step = 0, row += work.row_step, at = first;
     state.advance(smem.stages);
   }
 };

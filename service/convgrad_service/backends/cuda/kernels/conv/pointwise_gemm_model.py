@@ -36,6 +36,8 @@ __all__ = ["SHARING", "chosen", "line_of", "prepare", "sharing_line_of", "timed"
 SHARING = "pointwise_gemm_sharing"
 """The correction of the ways to run a configuration."""
 
+# Weight gradients, and whether their operands are MN-major.
+WEIGHT_KINDS = {"weight": True, "weight_planes": False}
 MULTIPROCESSORS = 132
 MOST_RESIDENT_BYTES, MOST_COLUMN_TILES = 100_000, 4
 LEAST_STAGES, LEAST_DEEP_STAGES, MANY_STAGES = 3, 4, 4
@@ -61,12 +63,13 @@ class _Table:
     """
 
     def __init__(self, device: CudaDevice, kind: str, *, a_mn: bool, b_mn: bool) -> None:
-        wgrad, transposed = kind == "weight", kind == "transposed"
+        wgrad, transposed = kind in WEIGHT_KINDS, kind == "transposed"
         self._device, self._wgrad, self._transposed = device, wgrad, transposed
         self._rates = rates = WGRAD if wgrad else GATHER
-        images = int(kind == "planes")
+        planes = {"planes": "images", "weight_planes": "summed_images"}.get(kind)
+        images = {planes: 1} if planes else {}
         a, b = Matrix(1, 1, a_mn), Matrix(1, 1, b_mn)
-        like = Product(a, b, 1, 1, 1, stores=True, swapped=transposed, images=images)
+        like = Product(a, b, 1, 1, 1, stores=True, swapped=transposed, **images)
         # Each configuration is repeated for the numbers of parts that `times` tries.
         kinds = 3 if wgrad else 1
         alone = [
@@ -155,7 +158,8 @@ class _Table:
         split, in_grid = cluster > 0, self.in_grid
         images = max(product.images, 1)
         rows, across = images * np.ceil(product.rows / images / m), np.ceil(product.columns / n)
-        tiles, steps = rows * across, np.ceil(product.depth / depth)
+        summed = max(product.summed_images, 1)
+        tiles, steps = rows * across, summed * np.ceil(product.depth / summed / depth)
         # Blocks are persistent over the tiles of one dimension and keep their tile of the other.
         moving, kept = (across, rows) if self._transposed else (rows, across)
 
@@ -296,7 +300,8 @@ def prepare(device: CudaDevice) -> None:
         _table(device, "gather", False, b_mn)
         _table(device, "transposed", b_mn, False)
         _table(device, "planes", True, b_mn)
-    _table(device, "weight", True, True)
+    for kind, mn in WEIGHT_KINDS.items():
+        _table(device, kind, mn, mn)
 
 
 def timed(

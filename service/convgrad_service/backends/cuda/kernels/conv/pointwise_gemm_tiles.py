@@ -80,6 +80,8 @@ class Product:
         Of planes, the number of images that the rows are divided into; otherwise 0.
     image_stride
         Of planes, the stride between images of the result.
+    summed_images
+        Of a weight gradient of planes, the number of images that ``depth`` is divided into.
     """
 
     a: Matrix
@@ -91,6 +93,7 @@ class Product:
     swapped: bool = False
     images: int = 0
     image_stride: int = 0
+    summed_images: int = 0
 
     @property
     def rows(self) -> int:
@@ -115,13 +118,16 @@ class Product:
         """The name of its cost model's correction."""
         if self.images:
             return "planes"
+        if self.summed_images:
+            return "weight_planes"
         return "transposed" if self.transposed else "weight" if self.a.mn else "gather"
 
     @property
     def menu(self) -> str:
         """The name of its configurations: its kind, and whether it is forward."""
         weight = self.a if self.transposed else self.b
-        return self.kind if weight.mn else f"{self.kind}_forward"
+        backward = weight.mn or self.summed_images
+        return self.kind if backward else f"{self.kind}_forward"
 
     @property
     def bytes(self) -> int:
@@ -270,8 +276,12 @@ class Config:
         wide = self.row_bytes(matrix, extent) // ITEM_BYTES
         return matrix.mn and not matrix.image and matrix.rows % wide == extent % wide == 0
 
+    def image_steps(self, product: Product) -> int:
+        """Return the k-tiles of an image of those that are summed, or of all of K."""
+        return ceil_div(product.depth // max(product.summed_images, 1), self.depth)
+
     def steps(self, product: Product) -> int:
-        return ceil_div(product.depth, self.depth)
+        return max(product.summed_images, 1) * self.image_steps(product)
 
     def steps_each(self, product: Product) -> int:
         """Return the most k-tiles of any block in a tile."""
@@ -343,5 +353,6 @@ class Config:
             "PINGPONG": int(self.alternate),
             "TRANSPOSED": int(product.transposed),
             "PLANES": int(product.images > 0),
+            "IMAGES": int(product.summed_images > 0),
             "D_BYTES": self.d_bytes,
         }
