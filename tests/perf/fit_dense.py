@@ -110,7 +110,8 @@ class Row:
 
 def work_of(row: Mapping[str, Any]) -> ConvWork:
     """The row's layer as the planner sees it."""
-    problem: Any = problem_of({**row, "groups": 1, "kind": "conv"}, "bfloat16", "NHWC", row["op"])
+    layer, layout = {**row, "groups": 1, "kind": "conv"}, row.get("layout", "NHWC")
+    problem: Any = problem_of(layer, "bfloat16", layout, row["op"])
     return conv_work(problem, *BUFFERS[row["op"]])
 
 

@@ -83,14 +83,21 @@ ALTERNATE = (
 # Several images, with partial tiles of pixels and channels; fwd has a bias. Last, more row tiles
 # than blocks.
 IMAGES = Conv(3, 72, 136, (9, 16), (1, 1))
+_LONG_PLANES = conv_bwd_data("long", Conv(40, 16, 8, (16, 20), (1, 1)))
 PLANES = (
-    (conv_fwd("images", IMAGES), Config(64, 128)),
-    (conv_fwd("images", IMAGES), Config(128, 32, resident=True)),
-    (conv_fwd("images", IMAGES), Config(256, 96)),
-    (conv_bwd_data("images", IMAGES), Config(128, 192)),
-    (conv_bwd_data("images", IMAGES).with_params("alpha", alpha=-0.5), Config(128, 96)),
-    (conv_bwd_data("long", Conv(40, 16, 8, (16, 20), (1, 1))), Config(64, 64)),
-    (conv_bwd_data("images", IMAGES), Config(64, 128, multicast=2)),
+    (conv_fwd("images", IMAGES), Config(64, 128), False),
+    (conv_fwd("images", IMAGES), Config(128, 32, resident=True), False),
+    (conv_fwd("images", IMAGES), Config(256, 96), False),
+    (conv_bwd_data("images", IMAGES), Config(128, 192), False),
+    (conv_bwd_data("images", IMAGES).with_params("alpha", alpha=-0.5), Config(128, 96), False),
+    (_LONG_PLANES, Config(64, 64), False),
+    (conv_bwd_data("images", IMAGES), Config(64, 128, multicast=2), False),
+    (conv_bwd_data("images", IMAGES), Config(128, 64, alternate=True), False),
+    (conv_bwd_data("images", IMAGES), Config(64, 112), True),
+    (conv_bwd_data("images", IMAGES), Config(128, 128), True),
+    (_LONG_PLANES, Config(192, 24), True),
+    (conv_bwd_data("images", IMAGES), Config(64, 40, alternate=True), True),
+    (_LONG_PLANES, Config(64, 64, multicast=2), True),
 )
 
 # Weight gradients of planes: k-tiles of one image each, the last of an image partial; channels that
@@ -139,11 +146,12 @@ def test_shared(seed: int, case: Case, config: Config, swapped: bool) -> None:
     check(found, wanted, "exact", f"seed {seed}, {case.id} {config}")
 
 
-@pytest.mark.parametrize(("case", "config"), PLANES, ids=name_of)
-def test_planes(seed: int, case: Case, config: Config) -> None:
+@pytest.mark.parametrize(("case", "config", "swapped"), PLANES, ids=name_of)
+def test_planes(seed: int, case: Case, config: Config, swapped: bool) -> None:
+    backend = EmulatedBackend(pointwise_gemm(config, swapped=swapped))
     for dtype, gate in (("bfloat16", "exact"), ("float16", "bounded")):
         tensors, wanted = drawn(seed, case, dtype, gate)
-        found = answers(EmulatedBackend(pointwise_gemm(config)), case, tensors, "NCHW")
+        found = answers(backend, case, tensors, "NCHW")
         check(found, wanted, gate, f"seed {seed}, {case.id} {config}")
 
 

@@ -5,7 +5,7 @@
 //   dgrad   pixels            input channels   output channels   K, N
 //   wgrad   output channels   input channels   pixels            M, N
 // or with A and B, and M and N, exchanged: TRANSPOSED where REDUCE is 0. Channels first, with PLANES, fprop and dgrad:
-// A is M-major, and tiles of M are pixels of an image; with IMAGES, wgrad: A and B are K-major, and k-tiles are pixels
+// A is M-major, and tiles of M are pixels of an image (TRANSPOSED: B and N); with IMAGES, wgrad: A and B are K-major, and k-tiles are pixels
 // of an image.
 //
 // Block: a BM x BN tile; CONSUMERS warpgroups of BM / CONSUMERS rows each and two producer warps, one
@@ -14,8 +14,8 @@
 // REDUCE 0: persistent over M: grid (row tiles or fewer, column tiles). A block keeps its column tile and
 //   takes row tiles blockIdx.x, + gridDim.x, ...; with RESIDENT all of B is loaded once. Each warp stores
 //   16 rows of STORED columns at a time by TMA through one of BUFFERS staging buffers, which overlaps the next
-//   mainloop. With TRANSPOSED, rows and columns change places: a block keeps its row tile. With TRANSPOSED or
-//   PLANES, each warpgroup stores 64 rows, which are contiguous in the result.
+//   mainloop. With TRANSPOSED, rows and columns change places: a block keeps its row tile. With either TRANSPOSED
+//   or PLANES, each warpgroup stores 64 rows, which are contiguous in the result.
 // PINGPONG (REDUCE 0): the block's two warpgroups take its tiles in turn, BM rows each, so that one's epilogue
 //   overlaps the other's mainloop. A mainloop starts once the other's wgmmas are issued: otherwise a warpgroup could
 //   take an earlier k-tile's arrival for that of its own, as mbarriers tell two phases apart. Same sums as without.
@@ -111,9 +111,9 @@ __device__ __forceinline__ void consume_row_tiles(const PointwiseGemmArgs& args,
     mainloop(smem, state, work.steps, accum, smem.order_barrier(turn ^ 1));
     if (kPingPong) state.skip(work.steps, smem.stages);
     if (!kTransposed && !args.plain) apply_alpha_bias(args, work.column, accum);
+    const int image = kPlanes ? tile / args.image_tiles : 0, tile_in = kPlanes ? tile - image * args.image_tiles : tile;
     if constexpr (kStoresColumns) {
-      const int image = kPlanes ? tile / args.image_tiles : 0;
-      const int row = (kPlanes ? (tile - image * args.image_tiles) * BM : work.column) + warp / 4 * kNextRows;
+      const int row = (kPlanes ? tile_in * BM : work.column) + warp / 4 * kNextRows;
       const int first = kPlanes ? work.column : tile * BN;
 #pragma unroll
       for (int i = 0; i < kMmasM * (BN / kStoredColumns); ++i) {
@@ -140,8 +140,8 @@ __device__ __forceinline__ void consume_row_tiles(const PointwiseGemmArgs& args,
       if (lane == 0) tma_store_wait_read<BUFFERS - 1>();
       __syncwarp();
       store_rows(args, staging + buffer * kStagingBytes,
-                 tile * BM + warp / 4 * kNextRows + part * 64 + warp % 4 * 16, work.column + column,
-                 accum[part], column / 8);
+                 (kTransposed ? work.column : tile * BM) + warp / 4 * kNextRows + part * 64 + warp % 4 * 16,
+                 (kTransposed ? tile_in * BN : work.column) + column, image, accum[part], column / 8);
       if (++buffer == BUFFERS) buffer = 0;
     }
   }

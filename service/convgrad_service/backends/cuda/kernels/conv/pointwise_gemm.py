@@ -174,6 +174,7 @@ class PointwiseGemm:
         products = [_like(a, b, transposed=False) for a, b in majors]
         products += [_like(b, a, transposed=True) for a, b in majors[:2]]
         products += [replace(_like(True, b, transposed=False), images=1) for _, b in majors[:2]]
+        products += [replace(_like(True, True, transposed=True), images=1)]
         products += [replace(_like(False, False, transposed=False), summed_images=1)]
         found = {
             _instance(dtype, one, product): None
@@ -213,7 +214,7 @@ def _arguments(work: ConvWork, product: Product, config: Config, stages: int) ->
     args.b_pitch = product.b.pitch
     args.a_whole = config.is_whole(product.a, config.m)
     args.b_whole = config.is_whole(product.b, config.n)
-    args.image_tiles = config.tiles(product)[0] // max(product.images, 1)
+    args.image_tiles = args.row_tiles // max(product.images, 1)
     if product.summed_images:
         args.image_tiles = config.image_steps(product)
     return args
@@ -295,7 +296,11 @@ def _planes(work: ConvWork) -> tuple[Product, ...]:
     image = image if work.batch > 1 else channel
     if not _stores(work, channel):
         return ()
-    return (Product(a, b, depth, 1, channel, stores=True, images=work.batch, image_stride=image),)
+    product = Product(a, b, depth, 1, channel, stores=True)
+    product = replace(product, images=work.batch, image_stride=image)
+    if work.direction == "fwd" or not work.epilogue_free:
+        return (product,)
+    return product, replace(product, a=b, b=a, row_stride=channel, column_stride=1, swapped=True)
 
 
 def _writes_planes(work: ConvWork) -> bool:
@@ -379,9 +384,18 @@ def _map(dtype: DType, product: Product, config: Config, matrix: Matrix, extent:
 def _result_map(dtype: DType, product: Product, config: Config) -> TiledMap:
     """Return the tensor map of the result.
 
-    Its box is 16 rows of a block of columns; transposed or of planes, 64 rows of all columns of a
-    tile.
+    Its box is 16 rows of a block of columns; either transposed or of planes, 64 rows of all columns
+    of a tile.
     """
+    rows_box = config.d_bytes // ITEM_BYTES or config.stored_columns(product), SLAB_ROWS
+    if product.images and product.transposed:
+        return TiledMap(
+            dtype,
+            (product.columns // product.images, product.rows, product.images),
+            (product.row_stride * ITEM_BYTES, product.image_stride * ITEM_BYTES),
+            swizzle=config.d_bytes,
+            box=(*rows_box, 1),
+        )
     if product.images:
         return TiledMap(
             dtype,
@@ -403,5 +417,5 @@ def _result_map(dtype: DType, product: Product, config: Config) -> TiledMap:
         (product.columns, product.rows),
         (product.row_stride * ITEM_BYTES,),
         swizzle=config.d_bytes,
-        box=(config.d_bytes // ITEM_BYTES or config.stored_columns(product), SLAB_ROWS),
+        box=rows_box,
     )

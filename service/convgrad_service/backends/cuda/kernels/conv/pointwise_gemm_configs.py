@@ -34,10 +34,17 @@ STORED: Tiles = {
         64: {64: (16, 32, 48), 128: (80, 192, 256), 192: (64, 128), 256: (64,)},
     },
     "planes": {
-        64: {64: (64, 128), 128: (32, 64, 128, 192, 256), 256: (64, 96)},
+        64: {64: (32, 64, 128), 128: (16, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256), 256: (64, 96)},
     },
     "planes_forward": {
         64: {64: (64,), 128: (32, 64, 128, 192, 256), 256: (64, 96, 128)},
+    },
+    "planes_transposed": {
+        64: {
+            64: (64, 80, 112, 128, 160, 208, 256),
+            128: (64, 112, 128, 160, 208, 224, 256),
+            192: (112, 128),
+        },
     },
     "transposed": {
         64: {64: (144, 176), 128: (96, 104, 112, 192), 192: (104, 144, 192)},
@@ -64,7 +71,7 @@ RESIDENT: Tiles = {
         64: {64: (32, 48), 128: (16, 80, 96, 160)},
     },
     "planes": {
-        64: {128: (32, 64, 96, 128)},
+        64: {64: (64, 128), 128: (16, 32, 40, 48, 64, 80, 96, 128)},
     },
     "planes_forward": {
         64: {128: (32, 64, 96)},
@@ -103,6 +110,11 @@ SHARED: Tiles = {
     },
 }
 SHARING = (2, 4)
+# As STORED, in planes: warpgroups take tiles in turn.
+IN_TURN: Tiles = {
+    "planes": {64: {64: (64, 128), 128: (32, 64, 80, 96, 128)}},
+    "planes_transposed": {64: {64: (112, 128, 208, 256), 128: (64, 112, 128)}},
+}
 # Tiles of STORED that warpgroups can take in turn, also in such clusters.
 ALTERNATE: Tiles = {"gather": {64: {128: (128,)}}}
 
@@ -129,6 +141,7 @@ def every_config(menu: str) -> Iterator[Config]:
     for ways, options in (
         (STORED, {}),
         (RESIDENT, {"resident": True}),
+        (IN_TURN, {"alternate": True}),
         (IN_CLUSTER, {"cluster": 1}),
         (IN_GRID, {"parts": 2}),
     ):

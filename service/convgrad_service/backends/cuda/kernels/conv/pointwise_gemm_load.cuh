@@ -24,10 +24,11 @@ constexpr int kProducerA = CONSUMERS * 4, kProducerB = kProducerA + 1;
 constexpr u32 kStageBytes = OperandA::kBytes + (RESIDENT ? 0 : OperandB::kBytes);
 // Whether the result's columns are contiguous; blocks then are persistent over N.
 constexpr bool kTransposed = TRANSPOSED != 0;
-// Whether rows are pixels of planes, one per element of K in A and per column in the result, of several images.
+// Whether rows (TRANSPOSED: columns) are pixels of planes, one per element of K and per column (row) of the result, of
+// several images.
 constexpr bool kPlanes = PLANES != 0;
 // Whether columns of the result are stored, whose rows are contiguous.
-constexpr bool kStoresColumns = kTransposed || kPlanes;
+constexpr bool kStoresColumns = kTransposed != kPlanes;
 // Staging buffer of a warp's 16 rows and STORED columns: boxes of D_BYTES per row, swizzled by that width (0: one
 // box). Where columns are stored, of a warpgroup's 64 rows: one box of 128 bytes per column.
 constexpr int kStoredColumns = STORED;
@@ -155,7 +156,7 @@ struct Producer {
     if constexpr (kImages) {
       Side::load(to, map, barrier, kRows ? row * kExtent : work.column, at.k_tile, 0, at.image);
       at.add(each, image_tiles);
-    } else if constexpr (kPlanes && kRows) {
+    } else if constexpr (kPlanes && kRows != kTransposed) {
       const int image = row / work.image_tiles;
       Side::load(to, map, barrier, (row - image * work.image_tiles) * kExtent, k_tile, 0, image);
     } else if constexpr (kShared) {

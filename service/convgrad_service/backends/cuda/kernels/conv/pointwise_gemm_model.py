@@ -38,6 +38,7 @@ SHARING = "pointwise_gemm_sharing"
 
 # Weight gradients, and whether their operands are MN-major.
 WEIGHT_KINDS = {"weight": True, "weight_planes": False}
+TRANSPOSED_KINDS = ("transposed", "planes_transposed")
 MULTIPROCESSORS = 132
 MOST_RESIDENT_BYTES, MOST_COLUMN_TILES = 100_000, 4
 LEAST_STAGES, LEAST_DEEP_STAGES, MANY_STAGES = 3, 4, 4
@@ -63,11 +64,12 @@ class _Table:
     """
 
     def __init__(self, device: CudaDevice, kind: str, *, a_mn: bool, b_mn: bool) -> None:
-        wgrad, transposed = kind in WEIGHT_KINDS, kind == "transposed"
+        wgrad, transposed = kind in WEIGHT_KINDS, kind in TRANSPOSED_KINDS
         self._device, self._wgrad, self._transposed = device, wgrad, transposed
         self._rates = rates = WGRAD if wgrad else GATHER
-        planes = {"planes": "images", "weight_planes": "summed_images"}.get(kind)
-        images = {planes: 1} if planes else {}
+        images: dict[str, int] = {}
+        if "planes" in kind:
+            images = {"summed_images" if wgrad else "images": 1}
         a, b = Matrix(1, 1, a_mn), Matrix(1, 1, b_mn)
         like = Product(a, b, 1, 1, 1, stores=True, swapped=transposed, **images)
         # Each configuration is repeated for the numbers of parts that `times` tries.
@@ -157,7 +159,9 @@ class _Table:
         resident, deep, together = self.resident, self.deep, self.together
         split, in_grid = cluster > 0, self.in_grid
         images = max(product.images, 1)
-        rows, across = images * np.ceil(product.rows / images / m), np.ceil(product.columns / n)
+        over_m, over_n = (1, images) if self._transposed else (images, 1)
+        rows = over_m * np.ceil(product.rows / over_m / m)
+        across = over_n * np.ceil(product.columns / over_n / n)
         summed = max(product.summed_images, 1)
         tiles, steps = rows * across, summed * np.ceil(product.depth / summed / depth)
         # Blocks are persistent over the tiles of one dimension and keep their tile of the other.
@@ -300,6 +304,7 @@ def prepare(device: CudaDevice) -> None:
         _table(device, "gather", False, b_mn)
         _table(device, "transposed", b_mn, False)
         _table(device, "planes", True, b_mn)
+    _table(device, "planes_transposed", True, True)
     for kind, mn in WEIGHT_KINDS.items():
         _table(device, kind, mn, mn)
 

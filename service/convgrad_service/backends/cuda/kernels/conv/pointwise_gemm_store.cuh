@@ -39,7 +39,7 @@ __device__ __forceinline__ void apply_alpha_bias(const PointwiseGemmArgs& args, 
 // Rounds 16 rows of a warp to a free staging buffer and stores them by TMA: kStoredColumns of them from fragment
 // `from` on, which are those of the result from `column` on.
 __device__ __forceinline__ void store_rows(const PointwiseGemmArgs& args, u32 staging, int row,
-                                           int column, const float (&all)[kFragmentsN][4], int from) {
+                                           int column, int image, const float (&all)[kFragmentsN][4], int from) {
   const int lane = threadIdx.x & 31;
   constexpr int kCount = kStoredColumns / 8;
 #pragma unroll
@@ -61,7 +61,12 @@ __device__ __forceinline__ void store_rows(const PointwiseGemmArgs& args, u32 st
   if (lane == 0) {
 #pragma unroll
     for (int block = 0; block < kStoredColumns / kBoxColumns; ++block) {
-      tma_store<2>(args.d_map, staging + block * kBoxBytes, {column + block * kBoxColumns, row});
+      const u32 from = staging + block * kBoxBytes;
+      if constexpr (kPlanes) {
+        tma_store<3>(args.d_map, from, {column + block * kBoxColumns, row, image});
+      } else {
+        tma_store<2>(args.d_map, from, {column + block * kBoxColumns, row});
+      }
     }
     tma_store_commit();
   }

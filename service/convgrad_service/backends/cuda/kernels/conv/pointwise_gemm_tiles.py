@@ -77,7 +77,8 @@ class Product:
         Whether A and B are exchanged: the rows are channels of the result, or input channels for
         wgrad.
     images
-        Of planes, the number of images that the rows are divided into; otherwise 0.
+        Of planes, the number of images that the rows (swapped: columns) are divided into; otherwise
+        0.
     image_stride
         Of planes, the stride between images of the result.
     summed_images
@@ -117,7 +118,7 @@ class Product:
     def kind(self) -> str:
         """The name of its cost model's correction."""
         if self.images:
-            return "planes"
+            return "planes_transposed" if self.transposed else "planes"
         if self.summed_images:
             return "weight_planes"
         return "transposed" if self.transposed else "weight" if self.a.mn else "gather"
@@ -225,7 +226,7 @@ class Config:
 
     def in_slices(self, product: Product) -> bool:
         """Return whether results are stored a slice of the columns at a time."""
-        return self.alternate or product.images > 0
+        return self.alternate or (product.images > 0 and not product.transposed)
 
     def buffers(self, product: Product) -> int:
         """Return the store buffers per warp or, of planes, per warpgroup."""
@@ -289,9 +290,12 @@ class Config:
 
     def tiles(self, product: Product) -> tuple[int, int]:
         """Return the tiles along rows, of all images, and along columns."""
-        images = max(product.images, 1)
-        rows = images * ceil_div(product.rows // images, self.m)
-        return rows, ceil_div(product.columns, self.n)
+        if not product.images:
+            return ceil_div(product.rows, self.m), ceil_div(product.columns, self.n)
+        images = product.images
+        if product.transposed:
+            return ceil_div(product.rows, self.m), images * ceil_div(product.columns // images, self.n)
+        return images * ceil_div(product.rows // images, self.m), ceil_div(product.columns, self.n)
 
     def grid(self, product: Product, device: CudaDevice) -> tuple[int, int, int]:
         rows, columns = self.tiles(product)
