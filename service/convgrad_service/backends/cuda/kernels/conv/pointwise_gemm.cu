@@ -273,12 +273,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const BlockWork work(args);
   const int warp = threadIdx.x / 32;
   if (warp == kProducerA) {
-    produce<OperandA, true>(args, smem, work);
+    produce<OperandA, ShiftedA, true>(args, smem, work);
+  } else if (kShifted && warp > kProducerB) {
+    align_planes(args, smem, work);
   } else if (warp == kProducerB) {
     if constexpr (RESIDENT) {
       sync_block();
     } else {
-      produce<OperandB, false>(args, smem, work);
+      produce<OperandB, ShiftedB, false>(args, smem, work);
     }
   } else {
     const Reduce reduce(smem.pointer(smem.staging), smem.reduce_barrier(), rank, kClusterSplit ? args.cluster : 1,

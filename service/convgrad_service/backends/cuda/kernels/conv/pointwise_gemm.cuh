@@ -31,6 +31,8 @@ struct PointwiseGemmArgs {
   int depth;
   int a_whole, b_whole;  // see GemmOperand
   int image_tiles;       // row tiles of an image (PLANES), or its k-tiles (IMAGES)
+  // SHIFTED only: pixels of an image, and strides of channels in elements.
+  int pixels, a_channel, b_channel;
 };
 
 // One operand of a k-tile, in shared memory as boxes of rows of kRowBytes with a swizzle of that width.

@@ -39,6 +39,7 @@ from convgrad_service.problems.sizes import Size3
 __all__ = ["PointwiseGemm", "products_of"]
 
 CHUNK = 16 // ITEM_BYTES
+SIDE = 8  # channels whose planes together are whole chunks, whatever their pixels
 LINE_BYTES, WIDEST = 128, 256
 COUNTERS = ZEROS_BYTES // 4
 SWAPPED = "_swapped"
@@ -138,7 +139,7 @@ class PointwiseGemm:
         launch = Launch(
             _instance(work.dtype, config, product),
             config.grid(product, device),
-            (config.threads, 1, 1),
+            (config.threads(product), 1, 1),
             pack_maps(
                 _arguments(work, product, config, stages),
                 # Only TMA stores need a tensor map of the result, which not every result can have.
@@ -175,7 +176,8 @@ class PointwiseGemm:
         products += [_like(b, a, transposed=True) for a, b in majors[:2]]
         products += [replace(_like(True, b, transposed=False), images=1) for _, b in majors[:2]]
         products += [replace(_like(True, True, transposed=True), images=1)]
-        products += [replace(_like(False, False, transposed=False), summed_images=1)]
+        weights = replace(_like(False, False, transposed=False), summed_images=1)
+        products += [weights, replace(weights, shifted=True)]
         found = {
             _instance(dtype, one, product): None
             for dtype in IN_16_BITS
@@ -217,6 +219,9 @@ def _arguments(work: ConvWork, product: Product, config: Config, stages: int) ->
     args.image_tiles = args.row_tiles // max(product.images, 1)
     if product.summed_images:
         args.image_tiles = config.image_steps(product)
+    if product.shifted:
+        args.pixels = (product.depth if product.summed_images else product.columns) // work.batch
+        args.a_channel, args.b_channel = product.a.pitch, product.b.pitch
     return args
 
 
@@ -272,6 +277,9 @@ def products_of(work: ConvWork) -> tuple[Product, ...]:
 def _planes(work: ConvWork) -> tuple[Product, ...]:
     """Return the GEMMs of a convolution of channels first: none, one, or two as `products_of`."""
     flat, k = flat_planes(work), work.w.strides[1]
+    shifted = flat is None
+    if flat is None:
+        flat = flat_planes(work, SIDE)
     if flat is None:
         return ()
     if work.direction == "bwd_weight":
@@ -282,9 +290,10 @@ def _planes(work: ConvWork) -> tuple[Product, ...]:
         )
         pixels, images = work.pixels, work.batch
         product = Product(row, column, pixels, k, 1, _stores(work, k), summed_images=images)
+        product = replace(product, shifted=shifted)
         other = replace(product, a=column, b=row, row_stride=1, column_stride=k)
         return product, replace(other, stores=False, swapped=True)
-    if k % CHUNK:
+    if k % CHUNK or shifted:
         return ()
     source, result = flat.sides
     depth, columns = work.channels
@@ -349,6 +358,19 @@ def _map(dtype: DType, product: Product, config: Config, matrix: Matrix, extent:
     # an H200 (125 configurations, at most 1.03), but 1.02 with the widest tiles (27).
     gradient = (product.a.mn or product.b.mn) and not product.images
     fetched = LINE_BYTES if gradient and config.n < WIDEST else 2 * LINE_BYTES
+    if product.shifted and matrix.image:
+        # Eight channels start at a multiple of 16 bytes. Boxes of one of each eight channels.
+        pixels = product.depth if product.summed_images else matrix.rows
+        channels = matrix.rows if product.summed_images else product.depth
+        extents = (config.depth, extent) if product.summed_images else (extent, config.depth)
+        images = product.summed_images or product.images
+        return TiledMap(
+            dtype,
+            ((SIDE - 1) * matrix.pitch + pixels // images, channels // SIDE, images),
+            (SIDE * pitch, matrix.image * ITEM_BYTES),
+            box=(extents[0] + CHUNK, extents[1] // SIDE, 1),
+            l2_bytes=fetched,
+        )
     if not matrix.mn and matrix.image:
         return TiledMap(
             dtype,

@@ -18,10 +18,10 @@ from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_configs import (
 )
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_rates import GATHER, WGRAD
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_tiles import (
-    BARRIER_BYTES,
     CLUSTERS,
     ITEM_BYTES,
     MOST_GRID_PARTS,
+    SHIFTED,
     Config,
     Matrix,
     Product,
@@ -37,7 +37,7 @@ SHARING = "pointwise_gemm_sharing"
 """The correction of the ways to run a configuration."""
 
 # Weight gradients, and whether their operands are MN-major.
-WEIGHT_KINDS = {"weight": True, "weight_planes": False}
+WEIGHT_KINDS = {"weight": True, "weight_planes": False, f"weight_planes{SHIFTED}": False}
 TRANSPOSED_KINDS = ("transposed", "planes_transposed")
 MULTIPROCESSORS = 132
 MOST_RESIDENT_BYTES, MOST_COLUMN_TILES = 100_000, 4
@@ -71,7 +71,10 @@ class _Table:
         if "planes" in kind:
             images = {"summed_images" if wgrad else "images": 1}
         a, b = Matrix(1, 1, a_mn), Matrix(1, 1, b_mn)
-        like = Product(a, b, 1, 1, 1, stores=True, swapped=transposed, **images)
+        shifted = kind.endswith(SHIFTED)
+        like = Product(
+            a, b, 1, 1, 1, stores=True, swapped=transposed, shifted=shifted, **images
+        )
         # Each configuration is repeated for the numbers of parts that `times` tries.
         kinds = 3 if wgrad else 1
         alone = [
@@ -113,6 +116,7 @@ class _Table:
         self.together = np.maximum(1, self.together * device.multiprocessors // MULTIPROCESSORS)
         self.b_bytes = column(lambda one: one.side_bytes(like.b, one.n))
         self.stage = column(lambda one: one.stage_bytes(like))
+        self.barriers = like.barrier_bytes
         a_bytes = column(lambda one: one.side_bytes(like.a, one.m))
         split = (self.cluster > 0) & ~self.in_grid
         # Adjacent blocks read the same B at the same time; of a transposed product, the same A.
@@ -208,7 +212,7 @@ class _Table:
         splits = np.maximum(cluster, 1) * np.maximum(parts, 1)
         each_steps = np.ceil(steps / splits)
         room = self.room - np.where(resident, steps * self.b_bytes, 0)
-        stages = room // (self.stage + 2 * BARRIER_BYTES)
+        stages = room // (self.stage + self.barriers)
         allowed &= stages >= np.minimum(np.where(deep, LEAST_DEEP_STAGES, LEAST_STAGES), each_steps)
 
         clusters = tiles * np.maximum(parts, 1)

@@ -11,11 +11,11 @@ from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import ceil_div
 
 __all__ = [
-    "BARRIER_BYTES",
     "CLUSTERS",
     "ITEM_BYTES",
     "MOST_GRID_PARTS",
     "ROW_BYTES",
+    "SHIFTED",
     "SLAB_ROWS",
     "Config",
     "Matrix",
@@ -32,10 +32,14 @@ ITEM_BYTES = 2
 WARPGROUP, PRODUCERS = 128, 64
 MOST_STAGES = 12
 PATTERN_BYTES, BARRIER_BYTES, SLAB_ROWS, FRAGMENT_BYTES = 1024, 8, 16, 512
+CHUNK_BYTES = 16
 # Fragments that a warp reduces at a time, and the most parts (pointwise_gemm_grid_reduce.cuh).
 GRID_FRAGMENTS, MOST_GRID_PARTS = 4, 255
 # The most results of a tile for which a block has a second store buffer.
 BUFFERED = 64 * 128
+# The suffix of the kind of a product of planes that do not start at multiples of 16 bytes, and
+# threads that align them.
+SHIFTED, ALIGNERS = "_shifted", 128
 # Rows of a warpgroup's product, and columns of a slice of it that it stores.
 WARPGROUP_ROWS, SLICE_COLUMNS = 64, 64
 
@@ -83,6 +87,8 @@ class Product:
         Of planes, the stride between images of the result.
     summed_images
         Of a weight gradient of planes, the number of images that ``depth`` is divided into.
+    shifted
+        Whether planes that are read, or all that are stored, do not start at multiples of 16 bytes.
     """
 
     a: Matrix
@@ -95,6 +101,7 @@ class Product:
     images: int = 0
     image_stride: int = 0
     summed_images: int = 0
+    shifted: bool = False
 
     @property
     def rows(self) -> int:
@@ -118,9 +125,10 @@ class Product:
     def kind(self) -> str:
         """The name of its cost model's correction."""
         if self.images:
-            return "planes_transposed" if self.transposed else "planes"
+            found = "planes_transposed" if self.transposed else "planes"
+            return found + SHIFTED * self.shifted
         if self.summed_images:
-            return "weight_planes"
+            return "weight_planes" + SHIFTED * self.shifted
         return "transposed" if self.transposed else "weight" if self.a.mn else "gather"
 
     @property
@@ -129,6 +137,11 @@ class Product:
         weight = self.a if self.transposed else self.b
         backward = weight.mn or self.summed_images
         return self.kind if backward else f"{self.kind}_forward"
+
+    @property
+    def barrier_bytes(self) -> int:
+        """Bytes of a pipeline stage's mbarriers."""
+        return (4 if self.shifted else 2) * BARRIER_BYTES
 
     @property
     def bytes(self) -> int:
@@ -190,9 +203,8 @@ class Config:
         """Consumer warpgroups."""
         return 2 if self.alternate else {64: 1, 192: 3}.get(self.m, 2)
 
-    @property
-    def threads(self) -> int:
-        return self.consumers * WARPGROUP + PRODUCERS
+    def threads(self, product: Product) -> int:
+        return self.consumers * WARPGROUP + PRODUCERS + ALIGNERS * product.shifted
 
     @property
     def in_grid(self) -> bool:
@@ -310,9 +322,22 @@ class Config:
         clusters = min(ceil_div(rows, self.multicast), max(1, together // columns))
         return clusters * self.multicast, columns, 1
 
+    def copied_bytes(self, product: Product) -> int:
+        """Return the bytes per stage of planes that are not aligned yet: a chunk more per row."""
+        if not product.shifted:
+            return 0
+        if product.summed_images:
+            channels, pixels = self.m + self.n, self.depth
+        else:
+            channels, pixels = self.depth, self.n
+        return channels * (pixels * ITEM_BYTES + CHUNK_BYTES)
+
     def stage_bytes(self, product: Product) -> int:
         a = self.side_bytes(product.a, self.m)
-        return a if self.resident else a + self.side_bytes(product.b, self.n)
+        operands = a if self.resident else a + self.side_bytes(product.b, self.n)
+        if not product.shifted:
+            return operands
+        return ceil_div(operands + self.copied_bytes(product), PATTERN_BYTES) * PATTERN_BYTES
 
     def shared_bytes(self, product: Product, stages: int) -> int:
         """Return the bytes of shared memory: the pipeline, resident B, results, mbarriers, and
@@ -329,13 +354,13 @@ class Config:
             parts.append(self.side_bytes(product.b, self.n))
             results += self.steps(product) * parts[1]
         aligned = 1 + sum(size % PATTERN_BYTES > 0 for size in parts)
-        ring = stages * (parts[0] + 2 * BARRIER_BYTES)
+        ring = stages * (parts[0] + product.barrier_bytes)
         return aligned * PATTERN_BYTES + results + ring + 2 * BARRIER_BYTES
 
     def stages(self, product: Product, device: CudaDevice) -> int:
         """Return the number of pipeline stages that fit."""
         room = device.shared_bytes_per_block - self.shared_bytes(product, 0)
-        return min(MOST_STAGES, room // (self.stage_bytes(product) + 2 * BARRIER_BYTES))
+        return min(MOST_STAGES, room // (self.stage_bytes(product) + product.barrier_bytes))
 
     def defines(self, dtype: DType, product: Product) -> dict[str, object]:
         """Return the preprocessor macros of an instance."""
@@ -358,5 +383,6 @@ class Config:
             "TRANSPOSED": int(product.transposed),
             "PLANES": int(product.images > 0),
             "IMAGES": int(product.summed_images > 0),
+            "SHIFTED": int(product.shifted),
             "D_BYTES": self.d_bytes,
         }
