@@ -98,6 +98,10 @@ PLANES = (
     (_LONG_PLANES, Config(192, 24), True),
     (conv_bwd_data("images", IMAGES), Config(64, 40, alternate=True), True),
     (_LONG_PLANES, Config(64, 64, multicast=2), True),
+    (conv_bwd_data("seven", Conv(5, 72, 136, (7, 7), (1, 1))), Config(128, 64), True),
+    (conv_bwd_data("even", Conv(7, 40, 200, (14, 10), (1, 1))), Config(64, 128), True),
+    (conv_bwd_data("odd", Conv(40, 264, 8, (3, 2, 9), (1, 1, 1))), Config(256, 64), True),
+    (conv_bwd_data("even", Conv(7, 40, 200, (14, 10), (1, 1))), Config(64, 64, alternate=True), True),
 )
 
 # Weight gradients of planes: k-tiles of one image each, the last of an image partial; channels that
@@ -161,7 +165,7 @@ def test_planes(seed: int, case: Case, config: Config, swapped: bool) -> None:
     backend = EmulatedBackend(pointwise_gemm(config, swapped=swapped))
     for dtype, gate in (("bfloat16", "exact"), ("float16", "bounded")):
         tensors, wanted = drawn(seed, case, dtype, gate)
-        found = answers(backend, case, tensors, "NCHW")
+        found = answers(backend, case, tensors, "NCDHW" if case.ndim == 3 else "NCHW")
         check(found, wanted, gate, f"seed {seed}, {case.id} {config}")
 
 

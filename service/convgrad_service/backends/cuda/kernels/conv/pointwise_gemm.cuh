@@ -31,8 +31,10 @@ struct PointwiseGemmArgs {
   int depth;
   int a_whole, b_whole;  // see GemmOperand
   int image_tiles;       // row tiles of an image (PLANES), or its k-tiles (IMAGES)
-  // SHIFTED only: pixels of an image, and strides of channels in elements.
-  int pixels, a_channel, b_channel;
+  // SHIFTED only: pixels of an image, strides of channels and of the result's images in elements, and the result's
+  // pixels that are stored at once.
+  int pixels, a_channel, b_channel, stored_pixels;
+  i64 image_stride;
 };
 
 // One operand of a k-tile, in shared memory as boxes of rows of kRowBytes with a swizzle of that width.

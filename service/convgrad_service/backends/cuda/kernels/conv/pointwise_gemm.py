@@ -134,7 +134,7 @@ class PointwiseGemm:
         a_map = a, _map(work.dtype, product, config, product.a, config.m)
         b_map = b, _map(work.dtype, product, config, product.b, config.n)
         d_map = result, _result_map(work.dtype, product, config)
-        by_tma = not config.reduces and result.dtype is work.dtype
+        by_tma = not config.reduces and result.dtype is work.dtype and not product.shifted
         stages = config.stages(product, device)
         launch = Launch(
             _instance(work.dtype, config, product),
@@ -175,7 +175,8 @@ class PointwiseGemm:
         products = [_like(a, b, transposed=False) for a, b in majors]
         products += [_like(b, a, transposed=True) for a, b in majors[:2]]
         products += [replace(_like(True, b, transposed=False), images=1) for _, b in majors[:2]]
-        products += [replace(_like(True, True, transposed=True), images=1)]
+        planes = replace(_like(True, True, transposed=True), images=1)
+        products += [planes, replace(planes, shifted=True)]
         weights = replace(_like(False, False, transposed=False), summed_images=1)
         products += [weights, replace(weights, shifted=True)]
         found = {
@@ -222,6 +223,9 @@ def _arguments(work: ConvWork, product: Product, config: Config, stages: int) ->
     if product.shifted:
         args.pixels = (product.depth if product.summed_images else product.columns) // work.batch
         args.a_channel, args.b_channel = product.a.pitch, product.b.pitch
+        args.image_stride = product.image_stride
+        strides = product.row_stride, product.image_stride
+        args.stored_pixels = math.gcd(args.pixels, *strides, CHUNK)
     return args
 
 
@@ -293,7 +297,7 @@ def _planes(work: ConvWork) -> tuple[Product, ...]:
         product = replace(product, shifted=shifted)
         other = replace(product, a=column, b=row, row_stride=1, column_stride=k)
         return product, replace(other, stores=False, swapped=True)
-    if k % CHUNK or shifted:
+    if k % CHUNK or (shifted and (work.direction == "fwd" or not work.epilogue_free)):
         return ()
     source, result = flat.sides
     depth, columns = work.channels
@@ -303,13 +307,14 @@ def _planes(work: ConvWork) -> tuple[Product, ...]:
     b = Matrix(columns, k, mn=work.direction == "bwd_data")
     image, _, channel, *_ = result.strides
     image = image if work.batch > 1 else channel
-    if not _stores(work, channel):
+    if not _stores(work, 0 if shifted else channel):
         return ()
     product = Product(a, b, depth, 1, channel, stores=True)
     product = replace(product, images=work.batch, image_stride=image)
     if work.direction == "fwd" or not work.epilogue_free:
         return (product,)
-    return product, replace(product, a=b, b=a, row_stride=channel, column_stride=1, swapped=True)
+    other = replace(product, a=b, b=a, row_stride=channel, column_stride=1, swapped=True)
+    return (replace(other, shifted=True),) if shifted else (product, other)
 
 
 def _writes_planes(work: ConvWork) -> bool:

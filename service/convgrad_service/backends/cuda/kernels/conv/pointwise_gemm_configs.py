@@ -46,6 +46,9 @@ STORED: Tiles = {
             192: (112, 128),
         },
     },
+    "planes_transposed_shifted": {
+        64: {64: (64, 128), 128: (64, 128), 192: (64,), 256: (64,)},
+    },
     "transposed": {
         64: {64: (144, 176), 128: (96, 104, 112, 192), 192: (104, 144, 192)},
         128: {64: (56,)},
@@ -114,6 +117,7 @@ SHARING = (2, 4)
 IN_TURN: Tiles = {
     "planes": {64: {64: (64, 128), 128: (32, 64, 80, 96, 128)}},
     "planes_transposed": {64: {64: (112, 128, 208, 256), 128: (64, 112, 128)}},
+    "planes_transposed_shifted": {64: {64: (128,), 128: (64,)}},
 }
 # Tiles of STORED that warpgroups can take in turn, also in such clusters.
 ALTERNATE: Tiles = {"gather": {64: {128: (128,)}}}

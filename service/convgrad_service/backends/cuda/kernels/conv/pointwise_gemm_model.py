@@ -38,7 +38,7 @@ SHARING = "pointwise_gemm_sharing"
 
 # Weight gradients, and whether their operands are MN-major.
 WEIGHT_KINDS = {"weight": True, "weight_planes": False, f"weight_planes{SHIFTED}": False}
-TRANSPOSED_KINDS = ("transposed", "planes_transposed")
+TRANSPOSED_KINDS = ("transposed", "planes_transposed", f"planes_transposed{SHIFTED}")
 MULTIPROCESSORS = 132
 MOST_RESIDENT_BYTES, MOST_COLUMN_TILES = 100_000, 4
 LEAST_STAGES, LEAST_DEEP_STAGES, MANY_STAGES = 3, 4, 4
@@ -308,7 +308,8 @@ def prepare(device: CudaDevice) -> None:
         _table(device, "gather", False, b_mn)
         _table(device, "transposed", b_mn, False)
         _table(device, "planes", True, b_mn)
-    _table(device, "planes_transposed", True, True)
+    for kind in TRANSPOSED_KINDS[1:]:
+        _table(device, kind, True, True)
     for kind, mn in WEIGHT_KINDS.items():
         _table(device, kind, mn, mn)
 
