@@ -288,9 +288,8 @@ def _planes(work: ConvWork) -> tuple[Product, ...]:
         return ()
     if work.direction == "bwd_weight":
         row, column = (
-            Matrix(channels, channel, mn=False, image=image if work.batch > 1 else channel)
-            for operand, channels in ((flat.y, work.out_channels), (flat.x, work.in_channels))
-            for image, _, channel, *_ in (operand.strides,)
+            Matrix(channels, one.strides[2], mn=False, image=_image_stride(one, work))
+            for one, channels in ((flat.y, work.out_channels), (flat.x, work.in_channels))
         )
         pixels, images = work.pixels, work.batch
         product = Product(row, column, pixels, k, 1, _stores(work, k), summed_images=images)
@@ -301,20 +300,23 @@ def _planes(work: ConvWork) -> tuple[Product, ...]:
         return ()
     source, result = flat.sides
     depth, columns = work.channels
-    # Any valid stride where there is one image.
-    image, _, channel, *_ = source.strides
-    a = Matrix(work.pixels, channel, mn=True, image=image if work.batch > 1 else channel)
+    channel = result.strides[2]
+    a = Matrix(work.pixels, source.strides[2], mn=True, image=_image_stride(source, work))
     b = Matrix(columns, k, mn=work.direction == "bwd_data")
-    image, _, channel, *_ = result.strides
-    image = image if work.batch > 1 else channel
     if not _stores(work, 0 if shifted else channel):
         return ()
     product = Product(a, b, depth, 1, channel, stores=True)
+    image = _image_stride(result, work)
     product = replace(product, images=work.batch, image_stride=image)
     if work.direction == "fwd" or not work.epilogue_free:
         return (product,)
     other = replace(product, a=b, b=a, row_stride=channel, column_stride=1, swapped=True)
     return (replace(other, shifted=True),) if shifted else (product, other)
+
+
+def _image_stride(planes: Operand, work: ConvWork) -> int:
+    """Return the stride between images, and any valid one where there is one image."""
+    return planes.strides[0] if work.batch > 1 else SIDE * planes.strides[2]
 
 
 def _writes_planes(work: ConvWork) -> bool:

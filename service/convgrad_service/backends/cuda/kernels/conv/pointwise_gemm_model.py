@@ -178,7 +178,7 @@ class _Table:
         )
         if self._transposed:
             allowed &= (m == LEAST_ROWS) | (rows * m <= MOST_SPARE * product.rows)
-            allowed &= tiles >= LEAST_TRANSPOSED
+            allowed &= (tiles >= LEAST_TRANSPOSED) | (product.images > 0)
         else:
             allowed &= (m < TALL_ROWS) | (tiles >= LEAST_TALL)
         if self._wgrad:
