@@ -134,7 +134,8 @@ class PointwiseGemm:
         a_map = a, _map(work.dtype, product, config, product.a, config.m)
         b_map = b, _map(work.dtype, product, config, product.b, config.n)
         d_map = result, _result_map(work.dtype, product, config)
-        by_tma = not config.reduces and result.dtype is work.dtype and not product.shifted
+        by_tma = not config.reduces and result.dtype is work.dtype
+        by_tma &= not (product.shifted and product.images)
         stages = config.stages(product, device)
         launch = Launch(
             _instance(work.dtype, config, product),

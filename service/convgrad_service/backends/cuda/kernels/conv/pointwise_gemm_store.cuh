@@ -70,7 +70,7 @@ __device__ __forceinline__ void store_rows(const PointwiseGemmArgs& args, u32 st
     st_shared_u32(staging_address(staging, lane / 4, j) + at, narrow_x2<T>(one[0], one[1]));
     st_shared_u32(staging_address(staging, lane / 4 + 8, j) + at, narrow_x2<T>(one[2], one[3]));
   }
-  if constexpr (kShifted) {
+  if constexpr (kShifted && kPlanes) {
     __syncwarp();
     T* const to = static_cast<T*>(args.result) + image * args.image_stride + row * args.row_stride + column;
     if (args.stored_pixels == 8) {
