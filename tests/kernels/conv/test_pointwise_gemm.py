@@ -102,7 +102,11 @@ PLANES = (
     (conv_bwd_data("even", Conv(7, 40, 200, (14, 10), (1, 1))), Config(64, 128), True),
     (conv_bwd_data("single", Conv(1, 24, 72, (13, 13), (1, 1))), Config(192, 64), True),
     (conv_bwd_data("odd", Conv(40, 264, 8, (3, 2, 9), (1, 1, 1))), Config(256, 64), True),
-    (conv_bwd_data("even", Conv(7, 40, 200, (14, 10), (1, 1))), Config(64, 64, alternate=True), True),
+    (
+        conv_bwd_data("even", Conv(7, 40, 200, (14, 10), (1, 1))),
+        Config(64, 64, alternate=True),
+        True,
+    ),
 )
 
 # Weight gradients of planes: k-tiles of one image each, the last of an image partial; channels that

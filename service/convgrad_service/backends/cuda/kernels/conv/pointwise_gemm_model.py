@@ -72,9 +72,7 @@ class _Table:
             images = {"summed_images" if wgrad else "images": 1}
         a, b = Matrix(1, 1, a_mn), Matrix(1, 1, b_mn)
         shifted = kind.endswith(SHIFTED)
-        like = Product(
-            a, b, 1, 1, 1, stores=True, swapped=transposed, shifted=shifted, **images
-        )
+        like = Product(a, b, 1, 1, 1, stores=True, swapped=transposed, shifted=shifted, **images)
         # Each configuration is repeated for the numbers of parts that `times` tries.
         kinds = 3 if wgrad else 1
         alone = [
@@ -246,15 +244,18 @@ class _Table:
     ) -> NDArray[np.float64]:
         """Return the `features` of the configurations ``order``, with their expected seconds."""
         cluster, resident = self.cluster[order], self.resident[order]
+        m, n, k = self.m[order], self.n[order], self.depth[order]
+        rows, columns, images = product.rows, product.columns, product.images
+        over_m, over_n = (1, images) if self._transposed else (images, 1)
         split = cluster > 0
         return features(
             expected_s=seconds,
-            rows=product.rows,
-            columns=product.columns,
-            depth=product.depth,
-            m=self.m[order],
-            n=self.n[order],
-            k=self.depth[order],
+            rows=_covered(rows, over_m, m),
+            columns=_covered(columns, over_n, n),
+            depth=_covered(product.depth, product.summed_images, k),
+            m=m,
+            n=n,
+            k=k,
             inner=cluster,
             outer=parts,
             workers=np.where(split, self.together[order] * cluster, self._device.multiprocessors),
@@ -291,6 +292,11 @@ class _Table:
             order=product.swapped,
         )
         return place[of], [self.shared[i][1] for i in found], lines
+
+
+def _covered(extent: int, images: int, tile: NDArray[np.float64]) -> NDArray[np.float64] | int:
+    """Return an extent; if several images divide it, as tiles of each image cover it."""
+    return images * np.ceil(extent / images / tile) * tile if images > 1 else extent
 
 
 @lru_cache(maxsize=16)

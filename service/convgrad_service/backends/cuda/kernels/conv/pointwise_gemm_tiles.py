@@ -306,7 +306,9 @@ class Config:
             return ceil_div(product.rows, self.m), ceil_div(product.columns, self.n)
         images = product.images
         if product.transposed:
-            return ceil_div(product.rows, self.m), images * ceil_div(product.columns // images, self.n)
+            return ceil_div(product.rows, self.m), images * ceil_div(
+                product.columns // images, self.n
+            )
         return images * ceil_div(product.rows // images, self.m), ceil_div(product.columns, self.n)
 
     def grid(self, product: Product, device: CudaDevice) -> tuple[int, int, int]:
