@@ -46,9 +46,9 @@ from convgrad_service.backends.cuda.kernels.conv.implicit_gemm import gemm_of
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm import (
     COUNTERS,
     SWAPPED,
-    products_of,
 )
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_model import SHARING
+from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_products import products_of
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_tiles import Config
 from convgrad_service.backends.cuda.kernels.core.gather_axes import gather_axis
 from convgrad_service.backends.cuda.tuning.candidates import candidates

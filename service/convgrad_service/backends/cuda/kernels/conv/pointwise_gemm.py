@@ -5,12 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import replace
-from math import prod
 from typing import Any
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_configs import every_config, sharing
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_model import chosen
+from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_products import (
+    CHUNK,
+    SIDE,
+    products_of,
+)
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_tiles import (
     ITEM_BYTES,
     ROW_BYTES,
@@ -22,7 +26,6 @@ from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_tiles import (
 from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS
 from convgrad_service.backends.cuda.kernels.core.limits import IN_16_BITS, Requirements
 from convgrad_service.backends.cuda.kernels.core.tensor_maps import TiledMap, pack_maps
-from convgrad_service.backends.cuda.kernels.layout.planes import flat_planes
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import HOPPER, CudaDevice
 from convgrad_service.plans.cuda.program import (
@@ -34,12 +37,9 @@ from convgrad_service.plans.cuda.program import (
     Workspace,
 )
 from convgrad_service.plans.cuda.works import ConvWork, Operand
-from convgrad_service.problems.sizes import Size3
 
-__all__ = ["PointwiseGemm", "products_of"]
+__all__ = ["PointwiseGemm"]
 
-CHUNK = 16 // ITEM_BYTES
-SIDE = 8  # channels whose planes together are whole chunks, whatever their pixels
 LINE_BYTES, WIDEST = 128, 256
 COUNTERS = ZEROS_BYTES // 4
 SWAPPED = "_swapped"
@@ -239,123 +239,6 @@ def _operands(work: ConvWork) -> tuple[Operand, Operand]:
     if work.direction == "fwd":
         return work.x, work.w
     return work.y, work.w if work.direction == "bwd_data" else work.x
-
-
-def products_of(work: ConvWork) -> tuple[Product, ...]:
-    """Return the GEMMs that compute the work: none, one, or two, with A and B exchanged.
-
-    There is none if rows are not whole chunks.
-    """
-    x, y = _pitch(work.x, work.batch, work.input), _pitch(work.y, work.batch, work.output)
-    _, k, c, *_ = work.w.strides
-    inputs, outputs, pixels = work.in_channels, work.out_channels, work.pixels
-    if x is not None and _writes_planes(work):
-        a, b = Matrix(pixels, x, mn=False), Matrix(outputs, k, mn=False)
-        whole = x % CHUNK == k % CHUNK == 0
-        return (Product(a, b, inputs, 1, work.y.strides[2], stores=True),) if whole else ()
-    if c != 1 and inputs > 1:
-        return ()
-    if x is None and y is None:
-        return _planes(work)
-    if x is None or y is None:
-        return ()
-    if work.direction == "bwd_weight":
-        if x % CHUNK or y % CHUNK:
-            return ()
-        row, column = Matrix(outputs, y, mn=True), Matrix(inputs, x, mn=True)
-        return (
-            Product(row, column, pixels, k, 1, _stores(work, k)),
-            Product(column, row, pixels, 1, k, stores=False, swapped=True),
-        )
-    backward = work.direction == "bwd_data"
-    read, written, depth = (y, x, outputs) if backward else (x, y, inputs)
-    if read % CHUNK or k % CHUNK:
-        return ()
-    a = Matrix(pixels, read, mn=False)
-    b = Matrix(inputs if backward else outputs, k, mn=backward)
-    product = Product(a, b, depth, written, 1, _stores(work, written))
-    if not (product.stores and work.epilogue_free):
-        return (product,)
-    return product, Product(b, a, depth, 1, written, stores=True, swapped=True)
-
-
-def _planes(work: ConvWork) -> tuple[Product, ...]:
-    """Return the GEMMs of a convolution of channels first: none, one, or two as `products_of`."""
-    flat, k = flat_planes(work), work.w.strides[1]
-    shifted = flat is None
-    if flat is None:
-        flat = flat_planes(work, SIDE)
-    if flat is None:
-        return ()
-    if work.direction == "bwd_weight":
-        row, column = (
-            Matrix(channels, one.strides[2], mn=False, image=_image_stride(one, work))
-            for one, channels in ((flat.y, work.out_channels), (flat.x, work.in_channels))
-        )
-        pixels, images = work.pixels, work.batch
-        product = Product(row, column, pixels, k, 1, _stores(work, k), summed_images=images)
-        product = replace(product, shifted=shifted)
-        other = replace(product, a=column, b=row, row_stride=1, column_stride=k)
-        return product, replace(other, stores=False, swapped=True)
-    if k % CHUNK or (shifted and (work.direction == "fwd" or not work.epilogue_free)):
-        return ()
-    source, result = flat.sides
-    depth, columns = work.channels
-    channel = result.strides[2]
-    a = Matrix(work.pixels, source.strides[2], mn=True, image=_image_stride(source, work))
-    b = Matrix(columns, k, mn=work.direction == "bwd_data")
-    if not _stores(work, 0 if shifted else channel):
-        return ()
-    product = Product(a, b, depth, 1, channel, stores=True)
-    image = _image_stride(result, work)
-    product = replace(product, images=work.batch, image_stride=image)
-    if work.direction == "fwd" or not work.epilogue_free:
-        return (product,)
-    other = replace(product, a=b, b=a, row_stride=channel, column_stride=1, swapped=True)
-    return (replace(other, shifted=True),) if shifted else (product, other)
-
-
-def _image_stride(planes: Operand, work: ConvWork) -> int:
-    """Return the stride between images, and any valid one where there is one image."""
-    return planes.strides[0] if work.batch > 1 else SIDE * planes.strides[2]
-
-
-def _writes_planes(work: ConvWork) -> bool:
-    """Whether a forward pass of one row of pixels writes float32 planes: the products of col2im."""
-    return (
-        work.direction == "fwd"
-        and work.result_dtype is not work.dtype
-        and work.epilogue_free
-        and work.pixels == work.output[2]
-        and work.y.strides[5] == 1
-    )
-
-
-def _stores(work: ConvWork, pitch: int) -> bool:
-    """Return `Product.stores`."""
-    return (
-        work.accumulate is None
-        and work.activation == "none"
-        and work.result_dtype is work.dtype
-        and pitch % CHUNK == 0
-    )
-
-
-def _pitch(operand: Operand, batch: int, size: Size3) -> int | None:
-    """Return the pixel stride of an operand with contiguous channels, or None if it varies."""
-    n, _, channel, *spatial = operand.strides
-    if channel != 1:
-        return None
-    found, count = None, 1
-    for stride, extent in zip((*reversed(spatial), n), (*reversed(size), batch), strict=True):
-        if extent == 1:
-            continue
-        if found is None:
-            found = stride // count
-        if stride != found * count:
-            return None
-        count *= extent
-    return found or prod((spatial[2] or n,))
 
 
 def _map(dtype: DType, product: Product, config: Config, matrix: Matrix, extent: int) -> TiledMap:

@@ -127,9 +127,12 @@ IN_TURN: Tiles = {
 ALTERNATE: Tiles = {"gather": {64: {128: (128,)}}}
 
 
-# Weight gradients channels first: as channels last. Those of planes that are aligned first: tiles of
-# whole blocks of 64 channels.
-_BLOCKS = {64: {64: (64, 128), 128: (64, 128)}, 128: {64: (64,)}}
+# Weight gradients channels first: as channels last. Those of planes that are aligned first: tiles
+# of whole blocks of 64 channels.
+_BLOCKS: Mapping[int, Mapping[int, tuple[int, ...]]] = {
+    64: {64: (64, 128), 128: (64, 128)},
+    128: {64: (64,)},
+}
 for _ways in (STORED, IN_CLUSTER, IN_GRID):
     _ways["weight_planes"] = _ways["weight"]
     _ways["weight_planes_shifted"] = _BLOCKS

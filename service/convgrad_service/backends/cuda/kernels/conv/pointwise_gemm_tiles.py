@@ -11,6 +11,7 @@ from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import ceil_div
 
 __all__ = [
+    "CHUNK_BYTES",
     "CLUSTERS",
     "ITEM_BYTES",
     "MOST_GRID_PARTS",

@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from convgrad.dtypes import DType
-from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm import PointwiseGemm, products_of
+from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm import PointwiseGemm
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_model import chosen, timed
+from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_products import products_of
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_tiles import CLUSTERS, Config
 from convgrad_service.plans.cuda.device import H200, CudaDevice
 from convgrad_service.plans.cuda.program import Launch, ceil_div
