@@ -155,7 +155,7 @@ class Lines:
     def way_of(self, family: str, name: str) -> str:
         """The configuration that this one is a way to run; empty if it is none."""
         config = Config.named(name.removesuffix(SWAPPED)) if family == "pointwise_gemm" else None
-        if config is None:
+        if config is None or not products_of(self._work)[0].shares:
             return ""
         other = replace(config, multicast=1, alternate=False)
         if other == config:

@@ -272,15 +272,24 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                                                 : kAllStagingBytes);
   const BlockWork work(args);
   const int warp = threadIdx.x / 32;
-  if (warp == kProducerA) {
-    produce<OperandA, ShiftedA, true>(args, smem, work);
-  } else if (kShifted && warp > kProducerB) {
+  if (kShifted && warp >= kProducerA + kProducers / 32) {
     align_planes(args, smem, work);
+  } else if (kShifted && warp == kProducerB + 1) {
+    // What is not shifted is loaded by one warp.
+    if constexpr (kShiftsA) {
+      produce<OperandA, ShiftedA, true>(args, smem, work, 1);
+    } else {
+      sync_block();
+    }
+  } else if (kShifted && warp == kProducerB + 2) {
+    produce<OperandB, ShiftedB, false>(args, smem, work, 1);
+  } else if (warp == kProducerA) {
+    produce<OperandA, ShiftedA, true>(args, smem, work, 0);
   } else if (warp == kProducerB) {
     if constexpr (RESIDENT) {
       sync_block();
     } else {
-      produce<OperandB, ShiftedB, false>(args, smem, work);
+      produce<OperandB, ShiftedB, false>(args, smem, work, 0);
     }
   } else {
     const Reduce reduce(smem.pointer(smem.staging), smem.reduce_barrier(), rank, kClusterSplit ? args.cluster : 1,

@@ -177,9 +177,9 @@ class PointwiseGemm:
         products += [_like(b, a, transposed=True) for a, b in majors[:2]]
         products += [replace(_like(True, b, transposed=False), images=1) for _, b in majors[:2]]
         planes = replace(_like(True, True, transposed=True), images=1)
-        products += [planes, replace(planes, shifted=True)]
+        products += [replace(planes, together=SIDE)]
         weights = replace(_like(False, False, transposed=False), summed_images=1)
-        products += [weights, replace(weights, shifted=True)]
+        products += [weights, replace(weights, together=SIDE)]
         found = {
             _instance(dtype, one, product): None
             for dtype in IN_16_BITS
@@ -224,7 +224,7 @@ def _arguments(work: ConvWork, product: Product, config: Config, stages: int) ->
     if product.shifted:
         args.pixels = (product.depth if product.summed_images else product.columns) // work.batch
         args.a_channel, args.b_channel = product.a.pitch, product.b.pitch
-        args.image_stride = product.image_stride
+        args.together, args.image_stride = product.together, product.image_stride
         strides = product.row_stride, product.image_stride
         args.stored_pixels = math.gcd(args.pixels, *strides, CHUNK)
     return args
@@ -250,16 +250,16 @@ def _map(dtype: DType, product: Product, config: Config, matrix: Matrix, extent:
     gradient = (product.a.mn or product.b.mn) and not product.images
     fetched = LINE_BYTES if gradient and config.n < WIDEST else 2 * LINE_BYTES
     if product.shifted and matrix.image:
-        # Eight channels start at a multiple of 16 bytes. Boxes of one of each eight channels.
+        # Boxes of one of each `together` channels.
         pixels = product.depth if product.summed_images else matrix.rows
         channels = matrix.rows if product.summed_images else product.depth
         extents = (config.depth, extent) if product.summed_images else (extent, config.depth)
-        images = product.summed_images or product.images
+        side, images = product.together, product.summed_images or product.images
         return TiledMap(
             dtype,
-            ((SIDE - 1) * matrix.pitch + pixels // images, channels // SIDE, images),
-            (SIDE * pitch, matrix.image * ITEM_BYTES),
-            box=(extents[0] + CHUNK, extents[1] // SIDE, 1),
+            ((side - 1) * matrix.pitch + pixels // images, channels // side, images),
+            (side * pitch, matrix.image * ITEM_BYTES),
+            box=(extents[0] + CHUNK, extents[1] // side, 1),
             l2_bytes=fetched,
         )
     if not matrix.mn and matrix.image:

@@ -26,8 +26,9 @@ static_assert(!kShifted || kImages || (PLANES && TRANSPOSED), "operands that can
 // Of planes, pixels are along K or along N.
 using ShiftedA = ShiftedPlanes<T, kShiftsA ? BM : 64, kShiftsA ? DEPTH : 64>;
 using ShiftedB = ShiftedPlanes<T, kShifted ? (kImages ? BN : DEPTH) : 64, kShifted ? (kImages ? DEPTH : BN) : 64>;
-constexpr int kAligners = kShifted ? 128 : 0;
-constexpr int kConsumers = CONSUMERS * 128, kThreads = kConsumers + 64 + kAligners;
+// Warps that load an operand, of which two share what is shifted, and threads that align it.
+constexpr int kParts = kShifted ? 2 : 1, kProducers = kParts * 64, kAligners = kShifted ? 128 : 0;
+constexpr int kConsumers = CONSUMERS * 128, kThreads = kConsumers + kProducers + kAligners;
 constexpr int kProducerA = CONSUMERS * 4, kProducerB = kProducerA + 1;
 // A stage: operands as wgmma reads them, then as they were copied where they are shifted.
 constexpr u32 kOperandBytes = OperandA::kBytes + (RESIDENT ? 0 : OperandB::kBytes);
@@ -151,11 +152,11 @@ struct Producer {
   ImageStep at;
   PipelineState state{1};
   int turn = 0;
-  const int pixels_stride;
+  const int part, together, pixels_stride;
   static constexpr bool kShifts = kRows ? kShiftsA : kShifted;
   static constexpr bool kShared = kMulticast && kRows == kTransposed;
 
-  __device__ __forceinline__ Producer(const PointwiseGemmArgs& args, const BlockWork& work)
+  __device__ __forceinline__ Producer(const PointwiseGemmArgs& args, const BlockWork& work, int part)
       : map(kRows ? args.a_map : args.b_map),
         work(work),
         row_tiles(kMulticast ? work.row_end(args) : args.row_tiles),
@@ -165,6 +166,8 @@ struct Producer {
         first(kImages ? work.begin : 0, image_tiles),
         each(kImages ? work.k_step : 0, image_tiles),
         at(first),
+        part(part),
+        together(kShifts ? args.together : 1),
         pixels_stride(kRows ? args.a_channel : args.b_channel) {}
   // Completes when the next stage may be overwritten.
   __device__ __forceinline__ u32 free_barrier(const SharedLayout& smem) const {
@@ -175,15 +178,17 @@ struct Producer {
     const u32 to = kShifts ? (kRows ? smem.shifted_a(state.index) : smem.shifted_b(state.index))
                            : (kRows ? smem.a(state.index) : smem.b(state.index));
     const u32 barrier = kShifts ? smem.copied_barrier(state.index) : smem.full_barrier(state.index);
-    mbarrier_arrive_expect_tx(barrier, kShifts ? Shifted::kBytes : Side::kBytes);
+    if (!kShifts) mbarrier_arrive_expect_tx(barrier, Side::kBytes);
     const int k_tile = work.begin + step * (kGridSplit ? work.k_step : 1);
     constexpr int kExtent = kRows ? BM : BN;
     if constexpr (kShifts && kImages) {
-      Shifted::load(to, map, barrier, pixels_stride, kRows ? row * kExtent : work.column, at.k_tile * DEPTH, at.image);
+      Shifted::template load<kParts>(to, map, barrier, part, together, pixels_stride, kRows ? row * kExtent : work.column,
+                                     at.k_tile * DEPTH, at.image);
       at.add(each, image_tiles);
     } else if constexpr (kShifts) {
       const int image = row / work.image_tiles;
-      Shifted::load(to, map, barrier, pixels_stride, k_tile * DEPTH, (row - image * work.image_tiles) * kExtent, image);
+      Shifted::template load<kParts>(to, map, barrier, part, together, pixels_stride, k_tile * DEPTH,
+                                     (row - image * work.image_tiles) * kExtent, image);
     } else if constexpr (kImages) {
       Side::load(to, map, barrier, kRows ? row * kExtent : work.column, at.k_tile, 0, at.image);
       at.add(each, image_tiles);
@@ -228,16 +233,16 @@ __device__ __forceinline__ void leave_cluster() {
 // synchronises.
 template <class Side, class Shifted, bool kRows>
 __device__ __forceinline__ void produce(const PointwiseGemmArgs& args, const SharedLayout& smem,
-                                        const BlockWork& work) {
-  Producer<Side, Shifted, kRows> producer(args, work);
+                                        const BlockWork& work, int part) {
+  Producer<Side, Shifted, kRows> producer(args, work, part);
   const bool elected = elect_one();
   if (elected) {
-    if constexpr (kRows) {
+    if (kRows && part == 0) {
       constexpr int kCopied = RESIDENT || kShifted ? 1 : 2;
       for (int i = 0; i < smem.stages; ++i) {
         mbarrier_init(smem.full_barrier(i), kShiftsA ? kAligners / 32 : kCopied + kAligners / 32);
         if constexpr (kShifted) {
-          mbarrier_init(smem.copied_barrier(i), kShiftsA ? 2 : 1);
+          mbarrier_init(smem.copied_barrier(i), kShiftsA ? 2 * kParts : kParts);
           mbarrier_init(smem.aligned_barrier(i), kAligners / 32);
         }
         mbarrier_init(smem.empty_barrier(i), (kMulticast ? smem.sharing : 1) * kTileWarps);
@@ -249,7 +254,7 @@ __device__ __forceinline__ void produce(const PointwiseGemmArgs& args, const Sha
       prefetch_tensor_map(args.b_map);
     }
     wait_on_dependent_grids();
-    if (kRows && !producer.kShared && producer.has_next()) producer.next(smem);
+    if (kRows && part == 0 && !producer.kShared && producer.has_next()) producer.next(smem);
   }
   sync_block();
   if (elected) {
@@ -266,7 +271,7 @@ __device__ __forceinline__ void produce(const PointwiseGemmArgs& args, const Sha
 // A warp that aligns what the producers copied (SHIFTED).
 __device__ __forceinline__ void align_planes(const PointwiseGemmArgs& args, const SharedLayout& smem,
                                              const BlockWork& work) {
-  const int thread = threadIdx.x - kConsumers - 64;
+  const int thread = threadIdx.x - kConsumers - kProducers;
   const int image_tiles = kImages ? args.image_tiles : 1;
   const ImageStep first(kImages ? work.begin : 0, image_tiles), each(kImages ? work.k_step : 0, image_tiles);
   PipelineState state;
@@ -281,9 +286,11 @@ __device__ __forceinline__ void align_planes(const PointwiseGemmArgs& args, cons
       // Pixels beyond those of an image: zeros along K, unused along N.
       const int pixels = kImages ? args.pixels - at.k_tile * DEPTH : BN;
       if constexpr (kShiftsA) {
-        ShiftedA::align<kAligners>(smem.shifted_a(state.index), smem.a(state.index), args.a_channel, pixels, thread);
+        ShiftedA::align<kAligners>(smem.shifted_a(state.index), smem.a(state.index), args.together,
+                                   args.a_channel, pixels, thread);
       }
-      ShiftedB::align<kAligners>(smem.shifted_b(state.index), smem.b(state.index), args.b_channel, pixels, thread);
+      ShiftedB::align<kAligners>(smem.shifted_b(state.index), smem.b(state.index), args.together,
+                                 args.b_channel, pixels, thread);
       fence_proxy_async();
       __syncwarp();
       if (thread % 32 == 0) {

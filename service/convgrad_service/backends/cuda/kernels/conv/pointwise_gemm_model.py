@@ -38,7 +38,7 @@ SHARING = "pointwise_gemm_sharing"
 
 # Weight gradients, and whether their operands are MN-major.
 WEIGHT_KINDS = {"weight": True, "weight_planes": False, f"weight_planes{SHIFTED}": False}
-TRANSPOSED_KINDS = ("transposed", "planes_transposed", f"planes_transposed{SHIFTED}")
+TRANSPOSED_KINDS = ("transposed", f"planes_transposed{SHIFTED}")
 MULTIPROCESSORS = 132
 MOST_RESIDENT_BYTES, MOST_COLUMN_TILES = 100_000, 4
 LEAST_STAGES, LEAST_DEEP_STAGES, MANY_STAGES = 3, 4, 4
@@ -72,7 +72,9 @@ class _Table:
             images = {"summed_images" if wgrad else "images": 1}
         a, b = Matrix(1, 1, a_mn), Matrix(1, 1, b_mn)
         shifted = kind.endswith(SHIFTED)
-        like = Product(a, b, 1, 1, 1, stores=True, swapped=transposed, shifted=shifted, **images)
+        like = Product(
+            a, b, 1, 1, 1, stores=True, swapped=transposed, together=8 * shifted, **images
+        )
         # Each configuration is repeated for the numbers of parts that `times` tries.
         kinds = 3 if wgrad else 1
         alone = [
@@ -314,8 +316,7 @@ def prepare(device: CudaDevice) -> None:
         _table(device, "gather", False, b_mn)
         _table(device, "transposed", b_mn, False)
         _table(device, "planes", True, b_mn)
-    for kind in TRANSPOSED_KINDS[1:]:
-        _table(device, kind, True, True)
+    _table(device, TRANSPOSED_KINDS[1], True, True)
     for kind, mn in WEIGHT_KINDS.items():
         _table(device, kind, mn, mn)
 
@@ -356,7 +357,7 @@ def line_of(
 ) -> NDArray[np.float64]:
     """Return the `features` of one configuration, or of that which it is a way to run."""
     table = _table_of(product, device)
-    index = table.configs.index(_stored_as(config))
+    index = table.configs.index(_stored_as(product, config))
     order, times, parts = np.array([index]), np.array([time_s]), np.array([config.parts])
     found: NDArray[np.float64] = table.lines(product, order, times, parts)[0]
     return found
@@ -368,14 +369,15 @@ def sharing_line_of(
     """Return the `features` of a way to run a configuration, which takes ``time_s``; None if
     ``config`` is no such way."""
     table = _table_of(product, device)
-    index = table.configs.index(_stored_as(config))
+    index = table.configs.index(_stored_as(product, config))
     _, ways, lines = table.sharing(product, np.array([index]), np.array([time_s]))
     return lines[ways.index(config)] if config in ways else None
 
 
-def _stored_as(config: Config) -> Config:
+def _stored_as(product: Product, config: Config) -> Config:
     """Return the table's configuration for it."""
-    return replace(config, parts=2 if config.in_grid else 1, multicast=1, alternate=False)
+    one = replace(config, parts=2 if config.in_grid else 1)
+    return replace(one, multicast=1, alternate=False) if product.shares else one
 
 
 @lru_cache(maxsize=1024)

@@ -63,12 +63,14 @@ def products_of(work: ConvWork) -> tuple[Product, ...]:
 
 def _planes(work: ConvWork) -> tuple[Product, ...]:
     """Return the GEMMs of a convolution of channels first: none, one, or two as `products_of`."""
-    flat, k = flat_planes(work), work.w.strides[1]
-    shifted = flat is None
-    if flat is None:
-        flat = flat_planes(work, SIDE)
-    if flat is None:
+    k = work.w.strides[1]
+    for together in (1, 2, 4, SIDE):
+        flat = flat_planes(work, together)
+        if flat is not None:
+            break
+    else:
         return ()
+    shifted = together > 1
     if work.direction == "bwd_weight":
         row, column = (
             Matrix(channels, one.strides[2], mn=False, image=_image_stride(one, work))
@@ -76,7 +78,7 @@ def _planes(work: ConvWork) -> tuple[Product, ...]:
         )
         pixels, images = work.pixels, work.batch
         product = Product(row, column, pixels, k, 1, _stores(work, k), summed_images=images)
-        product = replace(product, shifted=shifted)
+        product = replace(product, together=together * shifted)
         other = replace(product, a=column, b=row, row_stride=1, column_stride=k)
         return product, replace(other, stores=False, swapped=True)
     if k % CHUNK or (shifted and (work.direction == "fwd" or not work.epilogue_free)):
@@ -88,13 +90,12 @@ def _planes(work: ConvWork) -> tuple[Product, ...]:
     b = Matrix(columns, k, mn=work.direction == "bwd_data")
     if not _stores(work, 0 if shifted else channel):
         return ()
-    product = Product(a, b, depth, 1, channel, stores=True)
     image = _image_stride(result, work)
-    product = replace(product, images=work.batch, image_stride=image)
-    if work.direction == "fwd" or not work.epilogue_free:
+    product = Product(a, b, depth, 1, channel, stores=True, images=work.batch, image_stride=image)
+    if not shifted:
         return (product,)
     other = replace(product, a=b, b=a, row_stride=channel, column_stride=1, swapped=True)
-    return (replace(other, shifted=True),) if shifted else (product, other)
+    return (replace(other, together=together),)
 
 
 def _image_stride(planes: Operand, work: ConvWork) -> int:

@@ -39,8 +39,8 @@ GRID_FRAGMENTS, MOST_GRID_PARTS = 4, 255
 # The most results of a tile for which a block has a second store buffer.
 BUFFERED = 64 * 128
 # The suffix of the kind of a product of planes that do not start at multiples of 16 bytes, and
-# threads that align them.
-SHIFTED, ALIGNERS = "_shifted", 128
+# threads that align them or copy them besides the usual ones.
+SHIFTED, ALIGNERS = "_shifted", 192
 # Rows of a warpgroup's product, and columns of a slice of it that it stores.
 WARPGROUP_ROWS, SLICE_COLUMNS = 64, 64
 
@@ -88,8 +88,9 @@ class Product:
         Of planes, the stride between images of the result.
     summed_images
         Of a weight gradient of planes, the number of images that ``depth`` is divided into.
-    shifted
-        Whether planes that are read, or all that are stored, do not start at multiples of 16 bytes.
+    together
+        Of planes that do not start at multiples of 16 bytes, the channels that together do;
+        otherwise 0.
     """
 
     a: Matrix
@@ -102,7 +103,7 @@ class Product:
     images: int = 0
     image_stride: int = 0
     summed_images: int = 0
-    shifted: bool = False
+    together: int = 0
 
     @property
     def rows(self) -> int:
@@ -111,6 +112,11 @@ class Product:
     @property
     def columns(self) -> int:
         return self.b.rows
+
+    @property
+    def shifted(self) -> bool:
+        """Whether planes do not start at multiples of 16 bytes."""
+        return self.together > 0
 
     @property
     def transposed(self) -> bool:
