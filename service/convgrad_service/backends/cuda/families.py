@@ -211,10 +211,10 @@ SPLIT_WEIGHT = ResultThroughChannelsLast(SplitWeight(), COPIES), SplitWeight()
 IMPLICIT_GEMM = ImplicitGemm(dtypes=(DType.FLOAT16, DType.BFLOAT16))
 FLOAT32_GEMM = ImplicitGemm(dtypes=(DType.FLOAT32,), least_channels=4)
 IMPLICIT_GEMMS = (IMPLICIT_GEMM, FLOAT32_GEMM)
-# 1x1 convolutions as GEMMs. For channels first, and for those expected to be short, no other family
-# was ever faster, so they are not compared.
+# 1x1 convolutions as GEMMs. For channels first in aligned planes, and for those expected to be
+# short, hardly any other family was ever faster, so they are not compared.
 PLANES_GEMM = PointwiseGemm(planes=True)
-SHORT_GEMM, GEMMS = PointwiseGemm(most_s=25e-6), (PointwiseGemm(), IMPLICIT_GEMM)
+SHORT_GEMM, GEMMS = PointwiseGemm(most_s=25e-6), ((PointwiseGemm(),), (IMPLICIT_GEMM,))
 
 
 def _in_float32(*alternatives: Sequence[Family[ConvWork]]) -> FastestExpected[ConvWork]:
@@ -229,13 +229,14 @@ WHOLE_CHUNKS = (
     PLANES_GEMM,
     SHORT_GEMM,
     _in_float32(DENSE_CONV, (HopperGather(direct=True),), SPLIT_GATHER),
-    FastestExpected(DENSE_CONV, (HopperGather(direct=True),), GEMMS, overheads=OVERHEADS),
+    FastestExpected(DENSE_CONV, (HopperGather(direct=True),), *GEMMS, overheads=OVERHEADS),
 )
 WHOLE_CHUNKS_WEIGHT = (
     Tuned((PointwiseGemm(), IMPLICIT_GEMM, HopperWeight(), HopperWeightSingle(), DenseWeight())),
+    PLANES_GEMM,
     SHORT_GEMM,
     _in_float32(DENSE_CONV_WEIGHT, (HopperWeightSingle(),), SPLIT_WEIGHT),
-    FastestExpected(DENSE_CONV_WEIGHT, (HopperWeightSingle(),), GEMMS, overheads=OVERHEADS),
+    FastestExpected(DENSE_CONV_WEIGHT, (HopperWeightSingle(),), *GEMMS, overheads=OVERHEADS),
 )
 DENSE = (PaddedResult(WHOLE_CHUNKS, COPIES), *WHOLE_CHUNKS)
 DENSE_WEIGHT = (PaddedResult(WHOLE_CHUNKS_WEIGHT, COPIES), *WHOLE_CHUNKS_WEIGHT)

@@ -77,9 +77,10 @@ class PointwiseGemm:
         swapped
             Whether ``config`` is for the product with A and B exchanged, if there is one.
         most_s
-            The longest expected time of work that it takes, in seconds.
+            The longest expected time of work that it takes, in seconds. A finite one takes no
+            planes that do not start at multiples of 16 bytes.
         planes
-            Whether it takes channels first alone.
+            Whether it takes only channels first, in planes that start at multiples of 16 bytes.
         """
         self._config, self._swapped, self._most_s = config, swapped, most_s
         self._planes = planes
@@ -100,8 +101,11 @@ class PointwiseGemm:
         products = products_of(work)
         if not products:
             return "rows without a single stride, or not of whole 16-byte chunks"
-        if self._planes and not products[0].images:
+        first = products[0]
+        if self._planes and not (first.images or first.summed_images):
             return "channels last"
+        if first.shifted and (self._planes or self._most_s < math.inf):
+            return "planes that do not start at multiples of 16 bytes"
         if self._config is not None:
             return None
         found = chosen(products, device, COUNTERS)
