@@ -214,7 +214,10 @@ IMPLICIT_GEMMS = (IMPLICIT_GEMM, FLOAT32_GEMM)
 # 1x1 convolutions as GEMMs. For channels first in aligned planes, and for those expected to be
 # short, hardly any other family was ever faster, so they are not compared.
 PLANES_GEMM = PointwiseGemm(planes=True)
-SHORT_GEMM, GEMMS = PointwiseGemm(most_s=25e-6), ((PointwiseGemm(),), (IMPLICIT_GEMM,))
+SHORT_GEMM = PointwiseGemm(most_s=25e-6)
+LAST_GEMM = ConvThroughChannelsLast(PointwiseGemm(), COPIES)
+GEMMS = (PointwiseGemm(),), (LAST_GEMM,), (IMPLICIT_GEMM,)
+GEMM_OVERHEADS = OVERHEADS | {LAST_GEMM.name: THROUGH_CHANNELS_LAST[LAST_GEMM.name]}
 
 
 def _in_float32(*alternatives: Sequence[Family[ConvWork]]) -> FastestExpected[ConvWork]:
@@ -229,14 +232,14 @@ WHOLE_CHUNKS = (
     PLANES_GEMM,
     SHORT_GEMM,
     _in_float32(DENSE_CONV, (HopperGather(direct=True),), SPLIT_GATHER),
-    FastestExpected(DENSE_CONV, (HopperGather(direct=True),), *GEMMS, overheads=OVERHEADS),
+    FastestExpected(DENSE_CONV, (HopperGather(direct=True),), *GEMMS, overheads=GEMM_OVERHEADS),
 )
 WHOLE_CHUNKS_WEIGHT = (
     Tuned((PointwiseGemm(), IMPLICIT_GEMM, HopperWeight(), HopperWeightSingle(), DenseWeight())),
     PLANES_GEMM,
     SHORT_GEMM,
     _in_float32(DENSE_CONV_WEIGHT, (HopperWeightSingle(),), SPLIT_WEIGHT),
-    FastestExpected(DENSE_CONV_WEIGHT, (HopperWeightSingle(),), *GEMMS, overheads=OVERHEADS),
+    FastestExpected(DENSE_CONV_WEIGHT, (HopperWeightSingle(),), *GEMMS, overheads=GEMM_OVERHEADS),
 )
 DENSE = (PaddedResult(WHOLE_CHUNKS, COPIES), *WHOLE_CHUNKS)
 DENSE_WEIGHT = (PaddedResult(WHOLE_CHUNKS_WEIGHT, COPIES), *WHOLE_CHUNKS_WEIGHT)
