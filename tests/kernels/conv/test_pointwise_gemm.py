@@ -94,13 +94,13 @@ PLANES = (
     (conv_bwd_data("images", IMAGES), Config(64, 128, multicast=2), False),
     (conv_bwd_data("images", IMAGES), Config(128, 64, alternate=True), False),
     (_LONG_PLANES, Config(64, 128, alternate=True), False),
-    (conv_bwd_data("seven", Conv(5, 72, 136, (7, 7), (1, 1))), Config(128, 64), True),
-    (conv_bwd_data("even", Conv(7, 40, 200, (14, 10), (1, 1))), Config(64, 128), True),
-    (conv_bwd_data("single", Conv(1, 24, 72, (13, 13), (1, 1))), Config(192, 64), True),
-    (conv_bwd_data("odd", Conv(40, 264, 8, (3, 2, 9), (1, 1, 1))), Config(256, 64), True),
+    (conv_bwd_data("seven", Conv(5, 72, 136, (7, 7), (1, 1))), Config(128, 56), True),
+    (conv_bwd_data("even", Conv(7, 40, 200, (14, 10), (1, 1))), Config(64, 112), True),
+    (conv_bwd_data("single", Conv(1, 24, 72, (13, 13), (1, 1))), Config(192, 56), True),
+    (conv_bwd_data("odd", Conv(40, 264, 8, (3, 2, 9), (1, 1, 1))), Config(256, 56), True),
     (
         conv_bwd_data("even", Conv(7, 40, 200, (14, 10), (1, 1))),
-        Config(64, 64, alternate=True),
+        Config(64, 56, alternate=True),
         True,
     ),
 )

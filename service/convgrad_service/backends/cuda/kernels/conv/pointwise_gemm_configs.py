@@ -44,7 +44,7 @@ STORED: Tiles = {
         64: {64: (64,), 128: (32, 64, 128, 192, 256), 256: (64, 96, 128)},
     },
     "planes_transposed_shifted": {
-        64: {64: (64, 128), 128: (64, 128), 192: (64,), 256: (64,)},
+        64: {64: (56, 112, 224), 128: (56, 112), 192: (56,), 256: (56,)},
     },
     "transposed": {
         64: {64: (144, 176), 128: (96, 104, 112, 192), 192: (104, 144, 192)},
@@ -113,7 +113,7 @@ SHARING = (2, 4)
 # As STORED, in planes: warpgroups take tiles in turn.
 IN_TURN: Tiles = {
     "planes": {64: {64: (64, 128), 128: (32, 64, 128)}},
-    "planes_transposed_shifted": {64: {64: (128,), 128: (64,)}},
+    "planes_transposed_shifted": {64: {64: (112,), 128: (56,)}},
 }
 # Tiles of STORED that warpgroups can take in turn, also in such clusters.
 ALTERNATE: Tiles = {"gather": {64: {128: (128,)}}}

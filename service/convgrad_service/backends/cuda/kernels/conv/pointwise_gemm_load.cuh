@@ -24,8 +24,13 @@ constexpr int kNextRows = kPingPong ? 0 : kWarpgroupRows, kTileWarps = kPingPong
 constexpr bool kShifted = SHIFTED != 0, kShiftsA = kShifted && kImages;
 static_assert(!kShifted || kImages || (PLANES && TRANSPOSED), "operands that can be shifted");
 // Of planes, pixels are along K or along N.
-using ShiftedA = ShiftedPlanes<T, kShiftsA ? BM : 64, kShiftsA ? DEPTH : 64>;
-using ShiftedB = ShiftedPlanes<T, kShifted ? (kImages ? BN : DEPTH) : 64, kShifted ? (kImages ? DEPTH : BN) : 64>;
+constexpr int kPixelBoxes = kShifted ? (kImages ? DEPTH / 64 : BN / kBoxPixels) : 1;
+constexpr int kPixelChunks = kShifted ? (kImages ? DEPTH : BN) / 8 : 8;
+static_assert(!kShifted || kImages || BN % kBoxPixels == 0, "whole boxes");
+using ShiftedA = ShiftedPlanes<T, kShiftsA ? BM : 64, kPixelBoxes, kPixelChunks>;
+using ShiftedB = ShiftedPlanes<T, kShifted ? (kImages ? BN : DEPTH) : 64, kPixelBoxes, kPixelChunks>;
+// Pixels of an image in a k-tile (IMAGES).
+constexpr int kTilePixels = kShifted ? kPixelBoxes * kBoxPixels : DEPTH;
 // Warps that load an operand, of which two share what is shifted, and threads that align it.
 constexpr int kParts = kShifted ? 2 : 1, kProducers = kParts * 64, kAligners = kShifted ? 128 : 0;
 constexpr int kConsumers = CONSUMERS * 128, kThreads = kConsumers + kProducers + kAligners;
@@ -183,7 +188,7 @@ struct Producer {
     constexpr int kExtent = kRows ? BM : BN;
     if constexpr (kShifts && kImages) {
       Shifted::template load<kParts>(to, map, barrier, part, together, pixels_stride, kRows ? row * kExtent : work.column,
-                                     at.k_tile * DEPTH, at.image);
+                                     at.k_tile * kTilePixels, at.image);
       at.add(each, image_tiles);
     } else if constexpr (kShifts) {
       const int image = row / work.image_tiles;
@@ -284,7 +289,7 @@ __device__ __forceinline__ void align_planes(const PointwiseGemmArgs& args, cons
       mbarrier_wait(smem.copied_barrier(state.index), state.parity);
       mbarrier_wait(smem.empty_barrier(state.index), state.parity ^ 1);
       // Pixels beyond those of an image: zeros along K, unused along N.
-      const int pixels = kImages ? args.pixels - at.k_tile * DEPTH : BN;
+      const int pixels = kImages ? args.pixels - at.k_tile * kTilePixels : BN;
       if constexpr (kShiftsA) {
         ShiftedA::align<kAligners>(smem.shifted_a(state.index), smem.a(state.index), args.together,
                                    args.a_channel, pixels, thread);

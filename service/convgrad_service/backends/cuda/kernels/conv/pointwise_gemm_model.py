@@ -100,6 +100,7 @@ class _Table:
         self.alternate = np.array([one.alternate for _, one in self.shared], np.float64)
         self.m, self.n = column(lambda one: one.m), column(lambda one: one.n)
         self.depth = column(lambda one: one.depth)
+        self.summed = column(lambda one: one.depth_of(like))
         self.cluster = column(lambda one: one.cluster)
         self.resident = column(lambda one: one.resident) > 0
         self.in_grid = column(lambda one: one.in_grid) > 0
@@ -167,7 +168,7 @@ class _Table:
         rows = over_m * np.ceil(product.rows / over_m / m)
         across = over_n * np.ceil(product.columns / over_n / n)
         summed = max(product.summed_images, 1)
-        tiles, steps = rows * across, summed * np.ceil(product.depth / summed / depth)
+        tiles, steps = rows * across, summed * np.ceil(product.depth / summed / self.summed)
         # Blocks are persistent over the tiles of one dimension and keep their tile of the other.
         moving, kept = (across, rows) if self._transposed else (rows, across)
 
@@ -254,7 +255,7 @@ class _Table:
             expected_s=seconds,
             rows=_covered(rows, over_m, m),
             columns=_covered(columns, over_n, n),
-            depth=_covered(product.depth, product.summed_images, k),
+            depth=_covered(product.depth, product.summed_images, self.summed[order]),
             m=m,
             n=n,
             k=k,

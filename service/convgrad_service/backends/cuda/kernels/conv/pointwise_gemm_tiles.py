@@ -11,6 +11,7 @@ from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import ceil_div
 
 __all__ = [
+    "BOX_PIXELS",
     "CHUNK_BYTES",
     "CLUSTERS",
     "ITEM_BYTES",
@@ -41,6 +42,8 @@ BUFFERED = 64 * 128
 # The suffix of the kind of a product of planes that do not start at multiples of 16 bytes, and
 # threads that align them or copy them besides the usual ones.
 SHIFTED, ALIGNERS = "_shifted", 192
+BOX_PIXELS = 56
+"""Pixels of such a plane in a box (pointwise_gemm_shift.cuh)."""
 # Rows of a warpgroup's product, and columns of a slice of it that it stores.
 WARPGROUP_ROWS, SLICE_COLUMNS = 64, 64
 
@@ -296,9 +299,15 @@ class Config:
         wide = self.row_bytes(matrix, extent) // ITEM_BYTES
         return matrix.mn and not matrix.image and matrix.rows % wide == extent % wide == 0
 
+    def depth_of(self, product: Product) -> int:
+        """Return the elements of K of a k-tile."""
+        boxes = self.depth * ITEM_BYTES // ROW_BYTES[-1]
+        return boxes * BOX_PIXELS if product.shifted and product.summed_images else self.depth
+
     def image_steps(self, product: Product) -> int:
         """Return the k-tiles of an image of those that are summed, or of all of K."""
-        return ceil_div(product.depth // max(product.summed_images, 1), self.depth)
+        images = max(product.summed_images, 1)
+        return ceil_div(product.depth // images, self.depth_of(product))
 
     def steps(self, product: Product) -> int:
         return max(product.summed_images, 1) * self.image_steps(product)
@@ -332,14 +341,12 @@ class Config:
         return clusters * self.multicast, columns, 1
 
     def copied_bytes(self, product: Product) -> int:
-        """Return the bytes per stage of planes that are not aligned yet: a chunk more per row."""
+        """Return the bytes per stage of planes that are not aligned yet."""
         if not product.shifted:
             return 0
         if product.summed_images:
-            channels, pixels = self.m + self.n, self.depth
-        else:
-            channels, pixels = self.depth, self.n
-        return channels * (pixels * ITEM_BYTES + CHUNK_BYTES)
+            return (self.m + self.n) * self.depth * ITEM_BYTES
+        return self.depth * self.n // BOX_PIXELS * ROW_BYTES[-1]
 
     def stage_bytes(self, product: Product) -> int:
         a = self.side_bytes(product.a, self.m)
