@@ -158,7 +158,7 @@ class HopperGather:
             f"{self.name}_{work.direction}_{schedule}{'_planes' if planes else ''}",
             (*sides.steps, *steps),
             sides.workspace,
-            expected_s=time_s + sides.copy_s + PLANES_S * planes,
+            expected_s=time_s + sides.copy_s + PLANES_S * (planes and work.dtype.itemsize == 2),
             order=f"split {tile.split}/{tile.taps}" if tile.split > 1 else "",
         )
 

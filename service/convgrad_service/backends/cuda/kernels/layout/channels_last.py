@@ -45,7 +45,9 @@ class Prepared:
 
     @property
     def copy_s(self) -> float:
-        """The expected seconds of the steps."""
+        """The expected seconds of the steps in 16-bit types; 0 in others, where it is unknown."""
+        if self.operand.dtype.itemsize != 2:
+            return 0.0
         copied = sum(item.size_bytes for item in self.workspace)
         return len(self.steps) * COPY_S + 2 * copied / COPY_BYTES_S
 
