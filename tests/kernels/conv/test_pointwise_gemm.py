@@ -121,12 +121,14 @@ SUMMED_PLANES = (
 # The same of planes that do not start at multiples of 16 bytes: one k-tile of an image, or several.
 _SEVEN = grouped_conv_bwd_weight("seven", Conv(5, 72, 136, (7, 7), (1, 1)))
 _SINGLE = grouped_conv_bwd_weight("single", Conv(1, 24, 72, (13, 13), (1, 1)))
+_FOURTEEN = grouped_conv_bwd_weight("fourteen", Conv(3, 72, 136, (14, 14), (1, 1)))
 _EVEN = grouped_conv_bwd_weight("even", Conv(3, 40, 72, (14, 10), (1, 1)))
 SUMMED_PLANES += (
     (_SEVEN, Config(64, 64), False),
     (_SEVEN, Config(128, 64, parts=3), True),
     (_SEVEN, Config(64, 128, cluster=2), False),
     (_SINGLE, Config(64, 64), False),
+    (_FOURTEEN, Config(128, 64, cluster=2), False),
     (_EVEN, Config(64, 64, 128, parts=4), False),
     (_EVEN, Config(64, 64, cluster=3, parts=2), True),
 )

@@ -215,9 +215,7 @@ IMPLICIT_GEMMS = (IMPLICIT_GEMM, FLOAT32_GEMM)
 # short, hardly any other family was ever faster, so they are not compared.
 PLANES_GEMM = PointwiseGemm(planes=True)
 SHORT_GEMM = PointwiseGemm(most_s=25e-6)
-LAST_GEMM = ConvThroughChannelsLast(PointwiseGemm(), COPIES)
-GEMMS = (PointwiseGemm(),), (LAST_GEMM,), (IMPLICIT_GEMM,)
-GEMM_OVERHEADS = OVERHEADS | {LAST_GEMM.name: THROUGH_CHANNELS_LAST[LAST_GEMM.name]}
+GEMMS = (PointwiseGemm(),), (IMPLICIT_GEMM,)
 
 
 def _in_float32(*alternatives: Sequence[Family[ConvWork]]) -> FastestExpected[ConvWork]:
@@ -232,14 +230,14 @@ WHOLE_CHUNKS = (
     PLANES_GEMM,
     SHORT_GEMM,
     _in_float32(DENSE_CONV, (HopperGather(direct=True),), SPLIT_GATHER),
-    FastestExpected(DENSE_CONV, (HopperGather(direct=True),), *GEMMS, overheads=GEMM_OVERHEADS),
+    FastestExpected(DENSE_CONV, (HopperGather(direct=True),), *GEMMS, overheads=OVERHEADS),
 )
 WHOLE_CHUNKS_WEIGHT = (
     Tuned((PointwiseGemm(), IMPLICIT_GEMM, HopperWeight(), HopperWeightSingle(), DenseWeight())),
     PLANES_GEMM,
     SHORT_GEMM,
     _in_float32(DENSE_CONV_WEIGHT, (HopperWeightSingle(),), SPLIT_WEIGHT),
-    FastestExpected(DENSE_CONV_WEIGHT, (HopperWeightSingle(),), *GEMMS, overheads=GEMM_OVERHEADS),
+    FastestExpected(DENSE_CONV_WEIGHT, (HopperWeightSingle(),), *GEMMS, overheads=OVERHEADS),
 )
 DENSE = (PaddedResult(WHOLE_CHUNKS, COPIES), *WHOLE_CHUNKS)
 DENSE_WEIGHT = (PaddedResult(WHOLE_CHUNKS_WEIGHT, COPIES), *WHOLE_CHUNKS_WEIGHT)

@@ -256,16 +256,15 @@ def _map(dtype: DType, product: Product, config: Config, matrix: Matrix, extent:
     if product.shifted and matrix.image:
         # Boxes of one of each `together` channels.
         pixels = product.depth if product.summed_images else matrix.rows
-        channels, box = (
-            (matrix.rows, extent) if product.summed_images else (product.depth, config.depth)
-        )
+        channels = matrix.rows if product.summed_images else product.depth
+        at_once = extent if product.summed_images else config.depth
         side, images = product.together, product.summed_images or product.images
         return TiledMap(
             dtype,
             ((side - 1) * matrix.pitch + pixels // images, channels // side, images),
             (side * pitch, matrix.image * ITEM_BYTES),
             swizzle=row_bytes,
-            box=(wide, box // side, 1),
+            box=(wide, at_once // side, 1),
             l2_bytes=fetched,
         )
     if not matrix.mn and matrix.image:

@@ -157,12 +157,13 @@ class ThroughChannelsLast(Solver[W, LastWork[W]]):
 
 
 class ConvThroughChannelsLast(ThroughChannelsLast[ConvWork]):
-    """A convolution."""
+    """A grouped or depthwise convolution."""
 
     def _last(self, work: ConvWork) -> LastWork[ConvWork] | str:
+        if work.groups == 1:
+            return "one group"
         sides = (work.x, work.in_channels), (work.y, work.out_channels)
-        together = all(one.strides[1] == channels * one.strides[2] for one, channels in sides)
-        if work.groups > 1 and not together:
+        if any(one.strides[1] != channels * one.strides[2] for one, channels in sides):
             return "groups are not contiguous"
         tensors = _activations(work)
         if not any(tensor.copied for tensor in tensors.values()):
