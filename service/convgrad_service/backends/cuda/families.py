@@ -280,6 +280,7 @@ FAMILIES = Families(
     bwd_weight=(
         *DEPTHWISE_WEIGHT,
         *GROUPED_WEIGHT,
+        PLANES_GEMM,
         *FIRST_WEIGHT,
         *DENSE_WEIGHT,
         *IMPLICIT_GEMMS,

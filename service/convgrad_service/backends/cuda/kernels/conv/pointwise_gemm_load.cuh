@@ -39,7 +39,8 @@ constexpr int kProducerA = CONSUMERS * 4, kProducerB = kProducerA + 1;
 constexpr u32 kOperandBytes = OperandA::kBytes + (RESIDENT ? 0 : OperandB::kBytes);
 constexpr u32 kShiftedABytes = kShiftsA ? ShiftedA::kBytes : 0;
 constexpr u32 kShiftedBytes = kShiftedABytes + (kShifted ? ShiftedB::kBytes : 0);
-constexpr u32 kStageBytes = kShifted ? (kOperandBytes + kShiftedBytes + 1023) / 1024 * 1024 : kOperandBytes;
+constexpr u32 kStageBytes = kOperandBytes + kShiftedBytes;
+static_assert(!kShifted || kOperandBytes % 1024 == 0, "swizzle atoms");
 // Whether the result's columns are contiguous; blocks then are persistent over N.
 constexpr bool kTransposed = TRANSPOSED != 0;
 // Whether rows (TRANSPOSED: columns) are pixels of planes, one per element of K and per column (row) of the result, of

@@ -317,15 +317,11 @@ class Config:
         return ceil_div(self.steps(product), self.splits)
 
     def tiles(self, product: Product) -> tuple[int, int]:
-        """Return the tiles along rows, of all images, and along columns."""
-        if not product.images:
-            return ceil_div(product.rows, self.m), ceil_div(product.columns, self.n)
-        images = product.images
-        if product.transposed:
-            return ceil_div(product.rows, self.m), images * ceil_div(
-                product.columns // images, self.n
-            )
-        return images * ceil_div(product.rows // images, self.m), ceil_div(product.columns, self.n)
+        """Return the tiles along rows and along columns, of all images."""
+        images = max(product.images, 1)
+        over_m, over_n = (1, images) if product.transposed else (images, 1)
+        rows = over_m * ceil_div(product.rows // over_m, self.m)
+        return rows, over_n * ceil_div(product.columns // over_n, self.n)
 
     def grid(self, product: Product, device: CudaDevice) -> tuple[int, int, int]:
         rows, columns = self.tiles(product)
@@ -342,8 +338,6 @@ class Config:
 
     def copied_bytes(self, product: Product) -> int:
         """Return the bytes per stage of planes that are not aligned yet."""
-        if not product.shifted:
-            return 0
         if product.summed_images:
             return (self.m + self.n) * self.depth * ITEM_BYTES
         return self.depth * self.n // BOX_PIXELS * ROW_BYTES[-1]
@@ -351,9 +345,7 @@ class Config:
     def stage_bytes(self, product: Product) -> int:
         a = self.side_bytes(product.a, self.m)
         operands = a if self.resident else a + self.side_bytes(product.b, self.n)
-        if not product.shifted:
-            return operands
-        return ceil_div(operands + self.copied_bytes(product), PATTERN_BYTES) * PATTERN_BYTES
+        return operands + (self.copied_bytes(product) if product.shifted else 0)
 
     def shared_bytes(self, product: Product, stages: int) -> int:
         """Return the bytes of shared memory: the pipeline, resident B, results, mbarriers, and
