@@ -43,8 +43,6 @@ MAX_JOBS = 2**31 - 1
 # On an H200, beside the product that follows: the launches by the number of parts, and bytes read
 # and written per second where channels are contiguous and where they are not.
 LAUNCHES_S, BYTES_PER_S, TRANSPOSED_BYTES_PER_S = {2: 2.5e-6, 3: 4.5e-6}, 3.5e12, 2.9e12
-# The same launch, and the fraction of that time, of weighted parts.
-WEIGHTED_LAUNCH_S, WEIGHTED_SCALE = 5.7e-6, 0.86
 FloatPartsArgs = structure("conv/float_parts.cu", "FloatPartsArgs")
 
 
@@ -147,8 +145,7 @@ def float_parts(
     parts: int,
     prefix: str,
     device: CudaDevice,
-    *,
-    weighted: bool = False,
+    lift: tuple[int, int] = (16, 16),
 ) -> FloatParts:
     """Return the launches that split both operands of a product.
 
@@ -158,22 +155,20 @@ def float_parts(
         2 or 3.
     prefix
         Start of the names of other workspace buffers.
-    weighted
-        Part i is multiplied by 2**(8 * i), which makes three parts exact in one launch, without a
-        scale.
+    lift
+        Exponents of the powers of two by which three parts' elements are multiplied, unless their
+        range demands others. 16 suits every element below 2**112, less only those of at least
+        2**(-110 - lift); products keep their bits if others have the same sum.
     """
     tensors = first, second
     blocks = _blocks(tensors, BLOCKS_EACH * device.multiprocessors)
-    steps = [_launch(tensors, parts, prefix, blocks, again=False, weighted=weighted)]
+    steps = [_launch(tensors, parts, prefix, blocks, lift, again=False)]
     workspace = [Workspace(one.parts, parts * one.elements * 2) for one in tensors]
-    split_s = sum(one.expected_s(parts) for one in tensors)
-    expected_s = LAUNCHES_S[parts] + split_s
-    if weighted:
-        expected_s = WEIGHTED_LAUNCH_S + WEIGHTED_SCALE * split_s
-    scales = parts > 2 and not weighted
+    expected_s = LAUNCHES_S[parts] + sum(one.expected_s(parts) for one in tensors)
+    scales = parts > 2
     if scales:
-        steps.append(_launch(tensors, parts, prefix, blocks, again=True))
-        workspace.append(Workspace(_largest(prefix), 4 * sum(blocks)))
+        steps.append(_launch(tensors, parts, prefix, blocks, lift, again=True))
+        workspace.append(Workspace(_ranges(prefix), 8 * sum(blocks)))
         workspace.append(Workspace(_unscale(prefix), 4))
     return FloatParts(
         tuple(steps), tuple(workspace), _unscale(prefix) if scales else None, expected_s
@@ -214,15 +209,15 @@ def of_pixels_read(work: ConvWork) -> ConvWork:
 
 def parts_instances() -> Iterable[Instance]:
     """Return the instances of float_parts.cu."""
-    return [_instance(2), _instance(3), _instance(3, weighted=True)]
+    return [_instance(parts) for parts in PARTS.values()]
 
 
-def _instance(parts: int, *, weighted: bool = False) -> Instance:
-    return Instance.of("conv/float_parts.cu", HOPPER, PARTS=parts, WEIGHTED=weighted)
+def _instance(parts: int) -> Instance:
+    return Instance.of("conv/float_parts.cu", HOPPER, PARTS=parts)
 
 
-def _largest(prefix: str) -> str:
-    return f"{prefix}largest"
+def _ranges(prefix: str) -> str:
+    return f"{prefix}ranges"
 
 
 def _unscale(prefix: str) -> str:
@@ -245,12 +240,12 @@ def _launch(
     parts: int,
     prefix: str,
     blocks: tuple[int, int],
+    lift: tuple[int, int],
     *,
     again: bool,
-    weighted: bool = False,
 ) -> Launch:
     args = FloatPartsArgs()
-    args.blocks[:], args.again = blocks, again
+    args.blocks[:], args.lift[:], args.again = blocks, lift, again
     for of, tensor in zip(args.of, tensors, strict=True):
         source = tensor.source
         strides, size = _merged(source.strides, tensor.size)
@@ -266,18 +261,17 @@ def _launch(
         for dim, extent in enumerate(size):
             of.by[dim] = divider(extent)
         of.narrow, of.by_across = tensor.narrow, divider(ceil_div(tensor.padded, tensor.across))
-    scales = parts > 2 and not weighted
+    scales = parts > 2
     arguments = pack(
         args,
         source0=tensors[0].source,
         source1=tensors[1].source,
         target0=tensors[0].parts,
         target1=tensors[1].parts,
-        largest=_largest(prefix) if scales else None,
+        ranges=_ranges(prefix) if scales else None,
         unscale=_unscale(prefix) if scales else None,
     )
-    instance = _instance(parts, weighted=weighted)
-    return Launch(instance, (sum(blocks), 1, 1), (BLOCK, 1, 1), arguments, overlaps=again)
+    return Launch(_instance(parts), (sum(blocks), 1, 1), (BLOCK, 1, 1), arguments, overlaps=again)
 
 
 def _merged(strides: tuple[int, ...], size: Size3) -> tuple[tuple[int, ...], Size3]:

@@ -132,9 +132,15 @@ class HopperGather:
         return sides.why_not(axes, tiles_of(work.dtype, self._parts)[0])
 
     def launches(
-        self, work: ConvWork, device: CudaDevice, schedule: Schedule | None = None
+        self,
+        work: ConvWork,
+        device: CudaDevice,
+        schedule: Schedule | None = None,
+        *,
+        unscale: str | None = None,
     ) -> Fragment:
-        """See `Family.launches`. ``schedule`` overrides the chosen schedule."""
+        """See `Family.launches`. ``schedule`` overrides the chosen schedule; ``unscale`` is that
+        of `FloatParts`."""
         axes = [gather_axis(work, dim) for dim in range(3)]
         sides = sides_of(work, device, self._parts)
         schedule = schedule or self._schedule
@@ -148,7 +154,10 @@ class HopperGather:
             schedule = replace(schedule, tile=tiles_of(work.dtype, self._parts)[0])
         tile = schedule.tile
         planes = stores_planes(work) and tile.has_planes
-        steps = [_launch(work, axes, phases, sides, schedule, device) for phases in launched(axes)]
+        steps = [
+            _launch(work, axes, phases, sides, schedule, device, unscale)
+            for phases in launched(axes)
+        ]
         steps[0] = replace(steps[0], overlaps=bool(sides.steps) or work.follows)
         if time_s is None or schedule != chosen:
             time_s = expected_s(work, axes, device, schedule)
@@ -196,6 +205,7 @@ def _launch(
     sides: Sides,
     schedule: Schedule,
     device: CudaDevice,
+    unscale: str | None,
 ) -> Launch:
     """Return the launch that computes some phases."""
     tile, planes = schedule.tile, stores_planes(work) and schedule.tile.has_planes
@@ -276,7 +286,9 @@ def _launch(
         ),
         grid,
         (tile.threads, 1, 1),
-        pack_maps(args, given, y=result, accumulate=work.accumulate, bias=work.bias),
+        pack_maps(
+            args, given, y=result, accumulate=work.accumulate, bias=work.bias, unscale=unscale
+        ),
         tile.shared_bytes(stages),
         cluster=tile.split,
     )
