@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 
 from convgrad.dtypes import DType
+from convgrad_service.backends.cuda.kernels.core.gather_axes import gather_axis, least_taps
 from convgrad_service.backends.cuda.kernels.core.limits import DTYPES
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import ceil_div
 from convgrad_service.plans.cuda.works import ConvWork, Operand
 
 __all__ = ["DTYPES", "LAUNCH_S", "MAX_INDEX", "DenseFamily", "DenseTile", "last_offset"]
-__all__ += ["uses_3xtf32", "why_not_few_terms"]
+__all__ += ["least_terms", "uses_3xtf32", "why_not_few_terms"]
 
 MAX_INDEX = 2**31 - 1
 LAUNCH_S = 3e-6
@@ -149,8 +152,28 @@ def uses_3xtf32(work: ConvWork) -> bool:
     return work.dtype is DType.FLOAT32 and work.precision != "high"
 
 
-def why_not_few_terms(work: ConvWork, terms: int) -> str | None:
-    """Return why sums of that many products are not computed from split operands, or None."""
-    if not uses_3xtf32(work) or terms >= _LEAST_TERMS:
+def least_terms(work: ConvWork) -> int:
+    """Return the fewest products of any non-empty sum."""
+    if work.direction == "bwd_weight":
+        met = (min(filter(None, _outputs_of_taps(work, dim)), default=0) for dim in range(3))
+        return work.batch * prod(met)
+    return work.channels[0] * prod(least_taps(gather_axis(work, dim)) for dim in range(3))
+
+
+def _outputs_of_taps(work: ConvWork, dim: int) -> Iterator[int]:
+    """Yield the number of outputs that each tap contributes to along one dimension."""
+    for tap in range(work.kernel[dim]):
+        first = tap * work.dilation[dim] - work.pad[dim]
+        low = max(0, ceil_div(-first, work.stride[dim]))
+        high = min(work.output[dim], (work.input[dim] - 1 - first) // work.stride[dim] + 1)
+        yield max(0, high - low)
+
+
+def why_not_few_terms(work: ConvWork) -> str | None:
+    """Return why its sums are not computed from split operands, or None."""
+    gathers = work.direction != "bwd_weight"
+    if not uses_3xtf32(work) or (gathers and work.channels[0] >= _LEAST_TERMS):
+        return None
+    if (terms := least_terms(work)) >= _LEAST_TERMS:
         return None
     return f"sums of {terms} products: float32 FMAs may be more accurate than split TF32 operands"

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from convgrad.dtypes import DType
-from convgrad_service.backends.cuda.kernels.conv.dense_weight import least_terms
+from convgrad_service.backends.cuda.kernels.conv.dense_tiles import least_terms
 from convgrad_service.backends.cuda.kernels.conv.float_parts import (
     PARTS,
     FloatTensor,
