@@ -217,10 +217,13 @@ PLANES_GEMM = PointwiseGemm(planes=True)
 SHORT_GEMM, GEMMS = PointwiseGemm(most_s=25e-6), (PointwiseGemm(), IMPLICIT_GEMM)
 
 
-def _in_float32(*alternatives: Sequence[Family[ConvWork]]) -> FastestExpected[ConvWork]:
-    """Return a choice for float32, where channels first `FLOAT32_GEMM` needs no copies."""
+def _in_float32(
+    *alternatives: Sequence[Family[ConvWork]], optional: bool = False
+) -> FastestExpected[ConvWork]:
+    """Return a choice for float32, where channels first `FLOAT32_GEMM` needs no copies; see
+    `FastestExpected` for ``optional``."""
     overheads = THROUGH_CHANNELS_LAST | OVERHEADS
-    return FastestExpected((FLOAT32_GEMM,), *alternatives, overheads=overheads)
+    return FastestExpected((FLOAT32_GEMM,), *alternatives, overheads=overheads, optional=optional)
 
 
 # Channels that are whole chunks of 16 bytes, or not.
@@ -228,7 +231,7 @@ WHOLE_CHUNKS = (
     Tuned((PointwiseGemm(), IMPLICIT_GEMM, HopperGather(), HopperHalo())),
     PLANES_GEMM,
     SHORT_GEMM,
-    _in_float32(DENSE_CONV, (HopperGather(direct=True),), SPLIT_GATHER),
+    _in_float32(DENSE_CONV, (HopperGather(direct=True),), SPLIT_GATHER, optional=True),
     FastestExpected(DENSE_CONV, (HopperGather(direct=True),), GEMMS, overheads=OVERHEADS),
 )
 WHOLE_CHUNKS_WEIGHT = (

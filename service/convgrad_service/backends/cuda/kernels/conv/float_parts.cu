@@ -11,7 +11,8 @@
 // or elements or products of two could overflow, and splits such tensors again; else it ends. It also stores the factor
 // that undoes the scales of a product.
 //
-// Grid: blocks of the first tensor, then of the second; each takes chunks or tiles in turn. Block: 256 threads.
+// Grid: blocks of the first tensor, then of the second; each takes chunks or tiles in turn. If `again`, a few, as most
+//   launches do nothing: the product's blocks can start beside them. Block: 256 threads.
 //   Channels that are contiguous in the source: a thread has kEach chunks of eight channels at a time. Others
 //   are transposed: a block has a tile of 64 pixels and 64 channels (`narrow`: twice or four times as many
 //   pixels, of fewer channels), read along pixels, the next one while it stores.
@@ -52,6 +53,7 @@ struct FloatPartsArgs {
   float* unscale;
   FloatTensor of[2];
   int blocks[2];
+  int found[2];    // blocks of the first launch
   int lift[2];
   int again;
 };
@@ -246,13 +248,15 @@ extern "C" __global__ void __launch_bounds__(kBlock, kBlocksEach)
   const FloatTensor& of = args.of[second];
   float by = kScales ? power_of_two(args.lift[second]) : 1;
   if (kScales && args.again) {
+    // Every warp reads all, so that none waits for others.
     Extremes first = Extremes::none(), other = first;
-    for (int i = threadIdx.x; i < args.blocks[0] + args.blocks[1]; i += kBlock) {
+#pragma unroll 4
+    for (int i = threadIdx.x % 32; i < args.found[0] + args.found[1]; i += 32) {
       const Extremes one = args.ranges[i];
-      if (i < args.blocks[0]) first.add(one);
+      if (i < args.found[0]) first.add(one);
       else other.add(one);
     }
-    const PartScales scales({range_of_block(first, warps), range_of_block(other, warps)}, args.lift);
+    const PartScales scales({first.of_warp(), other.of_warp()}, args.lift);
     if (blockIdx.x == 0 && threadIdx.x == 0) *args.unscale = power_of_two(-scales.of[0] - scales.of[1]);
     const int exponent = second ? scales.of[1] : scales.of[0];
     if (exponent == args.lift[second]) return;

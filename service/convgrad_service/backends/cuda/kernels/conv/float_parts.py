@@ -21,7 +21,15 @@ from convgrad_service.plans.cuda.program import Instance, Launch, Step, Workspac
 from convgrad_service.plans.cuda.works import ConvWork, Operand, contiguous_strides
 from convgrad_service.problems.sizes import Size3
 
-__all__ = ["PARTS", "PRODUCTS", "FloatParts", "FloatTensor", "float_parts", "of_pixels_read"]
+__all__ = [
+    "LEAST_TERMS",
+    "PARTS",
+    "PRODUCTS",
+    "FloatParts",
+    "FloatTensor",
+    "float_parts",
+    "of_pixels_read",
+]
 __all__ += ["parts_instances", "why_not_parts"]
 
 PARTS = {"high": 2, "highest": 3}
@@ -32,12 +40,17 @@ PRODUCTS = {
     3: ((0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (2, 0)),
 }
 """The parts of the first and of the second operand to multiply, by their number."""
+LEAST_TERMS = 8
+"""The fewest products of a sum of three parts. Six products of parts have a relative error of up to
+2^-23, and their sum in a tensor core a few more; float32 accumulation has 2^-24 per term."""
 
 CHUNK = 8
 # float_parts.cu: threads of a block, its blocks on a multiprocessor, chunks of a thread, a tile and
 # how often its channels may be halved.
 BLOCK, BLOCKS_EACH, EACH, TILE = 256, 3, 2, 64
 MOST_NARROW = 2
+# Blocks of the launch that checks the range; it splits again at a tenth of the rate, if it must.
+BLOCKS_AGAIN = 32
 VECTOR = 4
 MAX_JOBS = 2**31 - 1
 # On an H200, beside the product that follows: the launches by the number of parts, and bytes read
@@ -162,12 +175,13 @@ def float_parts(
     """
     tensors = first, second
     blocks = _blocks(tensors, BLOCKS_EACH * device.multiprocessors)
-    steps = [_launch(tensors, parts, prefix, blocks, lift, again=False)]
+    steps = [_launch(tensors, parts, prefix, blocks, lift)]
     workspace = [Workspace(one.parts, parts * one.elements * 2) for one in tensors]
     expected_s = LAUNCHES_S[parts] + sum(one.expected_s(parts) for one in tensors)
     scales = parts > 2
     if scales:
-        steps.append(_launch(tensors, parts, prefix, blocks, lift, again=True))
+        few = _blocks(tensors, BLOCKS_AGAIN)
+        steps.append(_launch(tensors, parts, prefix, few, lift, found=blocks))
         workspace.append(Workspace(_ranges(prefix), 8 * sum(blocks)))
         workspace.append(Workspace(_unscale(prefix), 4))
     return FloatParts(
@@ -242,10 +256,12 @@ def _launch(
     blocks: tuple[int, int],
     lift: tuple[int, int],
     *,
-    again: bool,
+    found: tuple[int, int] | None = None,
 ) -> Launch:
+    """Return the first launch, or the second of one whose blocks ``found`` extremes."""
     args = FloatPartsArgs()
-    args.blocks[:], args.lift[:], args.again = blocks, lift, again
+    args.blocks[:], args.found[:], args.lift[:] = blocks, found or blocks, lift
+    args.again = found is not None
     for of, tensor in zip(args.of, tensors, strict=True):
         source = tensor.source
         strides, size = _merged(source.strides, tensor.size)
@@ -271,7 +287,9 @@ def _launch(
         ranges=_ranges(prefix) if scales else None,
         unscale=_unscale(prefix) if scales else None,
     )
-    return Launch(_instance(parts), (sum(blocks), 1, 1), (BLOCK, 1, 1), arguments, overlaps=again)
+    return Launch(
+        _instance(parts), (sum(blocks), 1, 1), (BLOCK, 1, 1), arguments, overlaps=bool(args.again)
+    )
 
 
 def _merged(strides: tuple[int, ...], size: Size3) -> tuple[tuple[int, ...], Size3]:

@@ -54,6 +54,8 @@ __all__ = ["HopperGather"]
 # bfloat16, it took 0.5 to 1.07 of dense_gather's time in 18 layers on an H200. In TF32, only plain
 # results have a tile 32 channels wide.
 LEAST_CHANNELS, LEAST_CHANNELS_WIDE, LEAST_CHANNELS_COMPARED = 32, 48, 16
+# Of parts, which are compared by expected times with others.
+LEAST_CHANNELS_OF_PARTS = 9
 # The fewest products per sum with an epilogue, and with channels that are not whole chunks.
 # dense_gather stores such results faster (measured on an H200).
 LEAST_TERMS_FINISHED, LEAST_TERMS_APART = 512, 1152
@@ -110,6 +112,8 @@ class HopperGather:
             return reason
         read, written = work.channels
         least_channels = _least_channels(work, compared=self._direct)
+        if self._parts > 1:
+            least_channels = LEAST_CHANNELS_OF_PARTS
         if not self._everything and min(read, written) < least_channels:
             return f"{read} to {written} channels would leave most of a tile"
         axes = [gather_axis(work, dim) for dim in range(3)]

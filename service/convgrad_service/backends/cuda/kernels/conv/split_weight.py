@@ -13,6 +13,7 @@ from dataclasses import replace
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.conv.dense_tiles import least_terms
 from convgrad_service.backends.cuda.kernels.conv.float_parts import (
+    LEAST_TERMS,
     PARTS,
     FloatTensor,
     float_parts,
@@ -29,9 +30,6 @@ from convgrad_service.plans.cuda.works import ConvWork
 
 __all__ = ["SplitWeight"]
 
-# Six products of parts have a relative error of up to 2^-23, and their sum in a tensor core a few
-# more; float32 accumulation has 2^-24 per term.
-LEAST_TERMS = 8
 # On an H200: measured over modelled time of the product, and how much longer it takes to store an
 # element of a result whose channels are not contiguous.
 PRODUCT_SCALE, STRIDED_ELEMENT_S = 0.93, 8.5e-12
@@ -58,9 +56,7 @@ class SplitWeight:
             return reason
         parts = PARTS[work.precision]
         if parts > 2 and (terms := least_terms(work)) < LEAST_TERMS:
-            return (
-                f"sums of {terms} products; float32 FMAs may be more accurate below {LEAST_TERMS}"
-            )
+            return f"sums of {terms} products; float32 FMAs may be more accurate"
         return self._product.why_not(_of_parts(work), device, parts=parts)
 
     def launches(self, work: ConvWork, device: CudaDevice, cut: Cut | None = None) -> Fragment:
