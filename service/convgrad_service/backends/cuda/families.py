@@ -29,6 +29,7 @@ from convgrad_service.backends.cuda.kernels.conv.patch_products import PatchProd
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm import PointwiseGemm
 from convgrad_service.backends.cuda.kernels.conv.split_gather import SplitGather
 from convgrad_service.backends.cuda.kernels.conv.split_weight import SplitWeight
+from convgrad_service.backends.cuda.kernels.conv.zero_insertion import ZeroInsertion
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_direct import DepthwiseDirect
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_pairs import DepthwisePairs
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight import DepthwiseWeight
@@ -277,7 +278,13 @@ LAST_GATHERS = (*DENSE, *IMPLICIT_GEMMS, GatherTile(), GatherDirect())
 
 FAMILIES = Families(
     fwd=(*DEPTHWISE, *GROUPED, *FIRST_FORWARD, COL2IM, *LAST_GATHERS),
-    bwd_data=(*DEPTHWISE, *DEPTHWISE_SUMS, *FIRST_DATA, *LAST_GATHERS),
+    bwd_data=(
+        *DEPTHWISE,
+        *DEPTHWISE_SUMS,
+        *FIRST_DATA,
+        ZeroInsertion((*DENSE, *IMPLICIT_GEMMS)),
+        *LAST_GATHERS,
+    ),
     bwd_weight=(
         *DEPTHWISE_WEIGHT,
         *GROUPED_WEIGHT,
