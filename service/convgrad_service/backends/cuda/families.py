@@ -219,12 +219,12 @@ SHORT_GEMM, GEMMS = PointwiseGemm(most_s=25e-6), (PointwiseGemm(), IMPLICIT_GEMM
 
 
 def _in_float32(
-    *alternatives: Sequence[Family[ConvWork]], optional: bool = False
+    *alternatives: Sequence[Family[ConvWork]], few_terms: Sequence[Family[ConvWork]] = ()
 ) -> FastestExpected[ConvWork]:
-    """Return a choice for float32, where channels first `FLOAT32_GEMM` needs no copies; see
-    `FastestExpected` for ``optional``."""
+    """Return a choice for float32, where channels first `FLOAT32_GEMM` needs no copies; sums that
+    are too short for it are left to ``few_terms``."""
     overheads = THROUGH_CHANNELS_LAST | OVERHEADS
-    return FastestExpected((FLOAT32_GEMM,), *alternatives, overheads=overheads, optional=optional)
+    return FastestExpected((FLOAT32_GEMM, *few_terms), *alternatives, overheads=overheads)
 
 
 # Channels that are whole chunks of 16 bytes, or not.
@@ -232,7 +232,7 @@ WHOLE_CHUNKS = (
     Tuned((PointwiseGemm(), IMPLICIT_GEMM, HopperGather(), HopperHalo())),
     PLANES_GEMM,
     SHORT_GEMM,
-    _in_float32(DENSE_CONV, (HopperGather(direct=True),), SPLIT_GATHER, optional=True),
+    _in_float32(DENSE_CONV, (HopperGather(direct=True),), SPLIT_GATHER, few_terms=SPLIT_GATHER),
     FastestExpected(DENSE_CONV, (HopperGather(direct=True),), GEMMS, overheads=OVERHEADS),
 )
 WHOLE_CHUNKS_WEIGHT = (
