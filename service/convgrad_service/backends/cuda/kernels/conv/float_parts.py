@@ -22,7 +22,6 @@ from convgrad_service.plans.cuda.works import ConvWork, Operand, contiguous_stri
 from convgrad_service.problems.sizes import Size3
 
 __all__ = [
-    "LEAST_TERMS",
     "PARTS",
     "PRODUCTS",
     "FloatParts",
@@ -40,9 +39,6 @@ PRODUCTS = {
     3: ((0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (2, 0)),
 }
 """The parts of the first and of the second operand to multiply, by their number."""
-LEAST_TERMS = 8
-"""The fewest products of a sum of three parts. Six products of parts have a relative error of up to
-2^-23, and their sum in a tensor core a few more; float32 accumulation has 2^-24 per term."""
 
 CHUNK = 8
 # float_parts.cu: threads of a block, its blocks on a multiprocessor, chunks of a thread, a tile and

@@ -9,6 +9,7 @@ from typing import Any
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import fill_axes
+from convgrad_service.backends.cuda.kernels.conv.dense_tiles import why_not_few_parts
 from convgrad_service.backends.cuda.kernels.conv.hopper_gather_maps import (
     LAUNCHED_PHASES,
     Combined,
@@ -112,8 +113,10 @@ class HopperGather:
             return reason
         read, written = work.channels
         least_channels = _least_channels(work, compared=self._direct)
-        if self._parts > 1:
+        if self._parts > 1 and not self._everything:
             least_channels = LEAST_CHANNELS_OF_PARTS
+            if (reason := why_not_few_parts(work)) is not None:
+                return reason
         if not self._everything and min(read, written) < least_channels:
             return f"{read} to {written} channels would leave most of a tile"
         axes = [gather_axis(work, dim) for dim in range(3)]

@@ -10,9 +10,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from convgrad.dtypes import DType
-from convgrad_service.backends.cuda.kernels.conv.dense_tiles import least_terms
 from convgrad_service.backends.cuda.kernels.conv.float_parts import (
-    LEAST_TERMS,
     PARTS,
     FloatTensor,
     float_parts,
@@ -55,8 +53,6 @@ class SplitGather:
         work = _forward_read(work)
         if (reason := why_not_parts(_tensors(work))) is not None:
             return reason
-        if (terms := least_terms(work)) < LEAST_TERMS:
-            return f"sums of {terms} products; float32 FMAs may be more accurate"
         return self._product.why_not(_of_parts(work), device)
 
     def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:

@@ -11,9 +11,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from convgrad.dtypes import DType
-from convgrad_service.backends.cuda.kernels.conv.dense_tiles import least_terms
+from convgrad_service.backends.cuda.kernels.conv.dense_tiles import why_not_few_parts
 from convgrad_service.backends.cuda.kernels.conv.float_parts import (
-    LEAST_TERMS,
     PARTS,
     FloatTensor,
     float_parts,
@@ -55,8 +54,8 @@ class SplitWeight:
         if (reason := why_not_parts(_tensors(work))) is not None:
             return reason
         parts = PARTS[work.precision]
-        if parts > 2 and (terms := least_terms(work)) < LEAST_TERMS:
-            return f"sums of {terms} products; float32 FMAs may be more accurate"
+        if parts > 2 and (reason := why_not_few_parts(work)) is not None:
+            return reason
         return self._product.why_not(_of_parts(work), device, parts=parts)
 
     def launches(self, work: ConvWork, device: CudaDevice, cut: Cut | None = None) -> Fragment:
