@@ -40,7 +40,7 @@ PINGPONG_BY_IMAGE = 1.13
 START_S, SCALE = 5.9e-6, 1.09
 # The same for products of parts, which start while the operands are split; bytes per second from
 # and to memory, and the fraction of the shorter of memory and SM time that is not overlapped.
-START_OF_PARTS_S, BYTES_PER_S, BESIDE = 1.45e-6, 4e12, 0.2
+START_OF_PARTS_S, BYTES_PER_S, BESIDE = 6.7e-6, 6.9e12, 0.12
 SINGLE = Rates(
     start=4.345,
     copied=141.6,
@@ -58,19 +58,19 @@ SINGLE = Rates(
 )
 # Fitted to 186 times of 60 random and networks' layers.
 SINGLE_OF_PARTS = Rates(
-    start=0.0,
-    copied=383.0,
-    l2=8490.0,
-    products=0.892,
-    step=0.984,
+    start=5.36,
+    copied=385.0,
+    l2=7800.0,
+    products=0.956,
+    step=1.02,
     apart_a=1.0,
     apart_b=1.0,
-    tile=3.87,
-    tile_size=0.199,
+    tile=2.67,
+    tile_size=0.0533,
     join=0.0,
-    joined=0.0,
-    memory=2683.0,
-    beside=0.628,
+    joined=0.0125,
+    memory=4160.0,
+    beside=0.408,
 )
 
 
