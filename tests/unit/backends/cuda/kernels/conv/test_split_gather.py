@@ -110,6 +110,23 @@ def test_layers_of_many_products_are_split(direction: Direction) -> None:
     assert choose(families, few, H200).family != "split_gather"
 
 
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize(
+    ("read", "written", "kernel", "taken"),
+    [(12, 64, 1, True), (12, 15, 1, False), (12, 16, 3, True), (8, 64, 3, False)],
+)
+def test_few_channels(
+    direction: Direction, read: int, written: int, kernel: int, taken: bool
+) -> None:
+    """Sums of fewer than 16 products, which other tensor-core kernels leave to FMAs."""
+    channels = (read, written) if direction == "fwd" else (written, read)
+    work = float_work(direction, batch=32, channels=channels, kernel=kernel, pad=0, size=28)
+    assert (SplitGather().why_not(work, H200) is None) == taken
+    if taken and kernel == 1:
+        families = FAMILIES.fwd if direction == "fwd" else FAMILIES.bwd_data
+        assert choose(families, work, H200).family == "split_gather"
+
+
 def test_pixels_that_a_stride_skips_are_not_split() -> None:
     work = float_work("fwd", batch=2, channels=(64, 128), size=14, kernel=1, pad=0, stride=2)
     fragment = SplitGather().launches(work, H200)
