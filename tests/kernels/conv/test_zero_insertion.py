@@ -16,6 +16,7 @@ from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.backends.cuda.kernels.conv.zero_insertion import ZeroInsertion
 from convgrad_service.backends.cuda.kernels.fallback.gather_direct import GatherDirect
 from convgrad_service.plans.cuda.device import H200
+from convgrad_service.plans.cuda.families import choose
 from tests.emulator.backend import EmulatedBackend, works_here
 from tests.support.kernels.conv_work import work_of
 from tests.support.kernels.harness import gates, problem_and_tensors
@@ -49,7 +50,7 @@ FIRST = {1: "NCW", 2: "NCHW", 3: "NCDHW"}
 
 
 def backend_of(place: Place) -> Backend:
-    family = ZeroInsertion((GatherDirect(),))
+    family = ZeroInsertion((GatherDirect(),), least_elements=1)
     return place(families=replace(FAMILIES, bwd_data=[family]))
 
 
@@ -58,6 +59,13 @@ def backend_of(place: Place) -> Backend:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_layers(place: Place, seed: int, case: Case, dtype: str) -> None:
     gates(backend_of(place), seed, case, dtype, [FIRST[case.ndim]])
+
+
+def test_large_layers_are_spread() -> None:
+    work = work_of(
+        "bwd_data", layout="NCHW", batch=32, size=56, kernel=1, stride=2, pad=0, dtype=DType.FLOAT32
+    )
+    assert choose(FAMILIES.bwd_data, work, H200).family == "zero_insertion"
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -80,7 +88,7 @@ def test_zeros_are_positive(seed: int) -> None:
 
 
 def test_what_is_lowered() -> None:
-    family = ZeroInsertion((GatherDirect(),))
+    family = ZeroInsertion((GatherDirect(),), least_elements=1)
     strided = work_of("bwd_data", layout="NCHW", kernel=1, stride=2, pad=0, dtype=DType.FLOAT32)
     assert family.why_not(strided, H200) is None
     assert family.launches(strided, H200).kernel == "gather_direct_bwd_data_spread"
@@ -100,4 +108,6 @@ def test_what_is_lowered() -> None:
         }
         assert family.why_not(work_of("bwd_data", **(given | how)), H200) is not None
     assert family.why_not(replace(strided, alpha=0.5), H200) is not None
+    assert family.why_not(replace(strided, precision="high"), H200) is not None
+    assert ZeroInsertion((GatherDirect(),)).why_not(strided, H200) is not None
     assert family.why_not(replace(strided, direction="fwd"), H200) is not None

@@ -282,7 +282,7 @@ FAMILIES = Families(
         *DEPTHWISE,
         *DEPTHWISE_SUMS,
         *FIRST_DATA,
-        ZeroInsertion((*DENSE, *IMPLICIT_GEMMS)),
+        ZeroInsertion((*DENSE, *IMPLICIT_GEMMS), (DType.FLOAT32,)),
         *LAST_GATHERS,
     ),
     bwd_weight=(

@@ -29,6 +29,9 @@ __all__ = ["ZeroInsertion"]
 
 BLOCK, CHUNK_BYTES = 256, 16
 MAX_ELEMENTS = 2**31 - 2**16
+# The fewest elements of a result for which a second launch pays. On an H200, in true float32, it
+# takes 0.54 to 0.60 of the time of three large gradients, and 0.96 to 1.12 of five smaller ones.
+LEAST_ELEMENTS = 2**21
 # A copy depends on the size of an element only.
 _TYPES = {2: "unsigned short", 4: "unsigned int", 8: "unsigned long long"}
 
@@ -42,17 +45,31 @@ class ZeroInsertion(LoweringFamily):
     name, suffix, timed = "zero_insertion", "spread", False
 
     def __init__(
-        self, families: Sequence[Family[ConvWork]], dtypes: Sequence[DType] = DTYPES
+        self,
+        families: Sequence[Family[ConvWork]],
+        dtypes: Sequence[DType] = DTYPES,
+        *,
+        least_elements: int = LEAST_ELEMENTS,
     ) -> None:
-        """``families`` compute the gradient without the stride."""
+        """Create the family.
+
+        Parameters
+        ----------
+        families
+            Compute the gradient without the stride.
+        dtypes
+            Those that it takes.
+        least_elements
+            The fewest elements of a result.
+        """
         super().__init__(families)
-        self._dtypes = dtypes
+        self._dtypes, self._least = dtypes, least_elements
 
     def lowered(self, work: ConvWork, device: CudaDevice) -> Lowered | str:
         if work.direction != "bwd_data" or work.groups != 1:
             return f"{work.direction} of {work.groups} groups"
-        if work.dtype not in self._dtypes:
-            return f"{work.dtype.value} is left to other families"
+        if work.dtype not in self._dtypes or work.precision == "high":
+            return f"{work.dtype.value}, {work.precision} precision: not measured"
         if not work.epilogue_free or work.result_dtype is not work.dtype:
             return "an epilogue"
         spreads = [k == 1 < s for k, s in zip(work.conv.kernel_size, work.conv.stride, strict=True)]
@@ -63,8 +80,9 @@ class ZeroInsertion(LoweringFamily):
         each = zip(extents, strides, contiguous_strides(extents), strict=True)
         if any(extent > 1 and stride != wanted for extent, stride, wanted in each):
             return "the result is not contiguous, channels first"
-        if work.batch * work.in_channels * prod(work.input) > MAX_ELEMENTS:
-            return "a result of 2^31 elements or more"
+        elements = work.batch * work.in_channels * prod(work.input)
+        if not self._least <= elements <= MAX_ELEMENTS:
+            return f"a result of {elements} elements"
         conv = work.conv
         conv = replace(
             conv,
