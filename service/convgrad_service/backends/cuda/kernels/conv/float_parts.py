@@ -45,7 +45,7 @@ CHUNK = 8
 # how often its channels may be halved.
 BLOCK, BLOCKS_EACH, EACH, TILE = 256, 3, 2, 64
 MOST_NARROW = 2
-# Blocks of the launch that checks the range; it splits again at a tenth of the rate, if it must.
+# Blocks of the launch that checks the range, and splits again if it must.
 BLOCKS_AGAIN = 32
 VECTOR = 4
 MAX_JOBS = 2**31 - 1
