@@ -105,10 +105,6 @@ OVERHEADS = {
 }
 # Of each copy between layouts, besides its bytes; in 20 depthwise layers on an H200.
 COPY_S = 3.2e-6
-THROUGH_CHANNELS_LAST = {
-    f"{name}_through_channels_last": replace(overhead, copy_s=COPY_S)
-    for name, overhead in OVERHEADS.items()
-}
 # Copies between layouts.
 COPIES = (Transpose(), RowCopy(), RowPack(), StridedCopy())
 
@@ -221,10 +217,15 @@ SHORT_GEMM, GEMMS = PointwiseGemm(most_s=25e-6), (PointwiseGemm(), IMPLICIT_GEMM
 def _in_float32(
     *alternatives: Sequence[Family[ConvWork]], few_terms: Sequence[Family[ConvWork]] = ()
 ) -> FastestExpected[ConvWork]:
-    """Return a choice for float32, where channels first `FLOAT32_GEMM` needs no copies; sums that
-    are too short for it are left to ``few_terms``."""
-    overheads = THROUGH_CHANNELS_LAST | OVERHEADS
-    return FastestExpected((FLOAT32_GEMM, *few_terms), *alternatives, overheads=overheads)
+    """Return a choice for float32, where channels first `FLOAT32_GEMM` needs no copies, and those
+    of other families count; sums that are too short for it are left to ``few_terms``."""
+    names = {family.name for families in alternatives for family in families}
+    copied = {
+        name: replace(OVERHEADS[own], copy_s=COPY_S)
+        for name in names - OVERHEADS.keys()
+        if (own := name.removesuffix("_through_channels_last")) in OVERHEADS
+    }
+    return FastestExpected((FLOAT32_GEMM, *few_terms), *alternatives, overheads=copied | OVERHEADS)
 
 
 # Channels that are whole chunks of 16 bytes, or not.
