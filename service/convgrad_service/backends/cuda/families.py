@@ -68,7 +68,6 @@ from convgrad_service.backends.cuda.kernels.pool.pool_cells import PoolCells
 from convgrad_service.backends.cuda.kernels.pool.pool_stages import MaximaByAxes, PoolThroughIndices
 from convgrad_service.backends.cuda.kernels.pool.pool_strips import PoolStrips
 from convgrad_service.backends.cuda.kernels.pool.pool_tiles import PoolTiles
-from convgrad_service.backends.cuda.kernels.pool.route_strips import RouteStrips
 from convgrad_service.backends.cuda.kernels.pool.window_maxima import WindowMaxima
 from convgrad_service.backends.cuda.kernels.pool.window_planes import WindowPlanes
 from convgrad_service.backends.cuda.kernels.pool.window_reduce import WindowReduce
@@ -273,7 +272,7 @@ FUSED = (
 # Maxima over windows, and their gradients from indices.
 MAXIMA_ONE_PASS = (WindowReduce(), WindowPlanes(), WindowMaxima())
 MAXIMA = (MaximaByAxes(MAXIMA_ONE_PASS), *MAXIMA_ONE_PASS)
-FROM_INDICES = (RouteStrips(), WindowScatter(), WindowRoutes())
+FROM_INDICES = (WindowScatter(), WindowRoutes())
 
 LAST_GATHERS = (*DENSE, *IMPLICIT_GEMMS, GatherTile(), GatherDirect())
 
