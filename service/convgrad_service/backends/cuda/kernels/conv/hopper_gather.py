@@ -9,6 +9,7 @@ from typing import Any
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import fill_axes
+from convgrad_service.backends.cuda.kernels.conv.dense_tiles import why_not_few_parts
 from convgrad_service.backends.cuda.kernels.conv.hopper_gather_maps import (
     LAUNCHED_PHASES,
     Combined,
@@ -54,6 +55,8 @@ __all__ = ["HopperGather"]
 # bfloat16, it took 0.5 to 1.07 of dense_gather's time in 18 layers on an H200. In TF32, only plain
 # results have a tile 32 channels wide.
 LEAST_CHANNELS, LEAST_CHANNELS_WIDE, LEAST_CHANNELS_COMPARED = 32, 48, 16
+# Of parts, which are compared by expected times with others.
+LEAST_CHANNELS_OF_PARTS = 9
 # The fewest products per sum with an epilogue, and with channels that are not whole chunks.
 # dense_gather stores such results faster (measured on an H200).
 LEAST_TERMS_FINISHED, LEAST_TERMS_APART = 512, 1152
@@ -112,6 +115,10 @@ class HopperGather:
             return reason
         read, written = work.channels
         least_channels = _least_channels(work, compared=self._direct)
+        if self._parts > 1 and not self._everything:
+            least_channels = LEAST_CHANNELS_OF_PARTS
+            if (reason := why_not_few_parts(work)) is not None:
+                return reason
         if not self._everything and min(read, written) < least_channels:
             return f"{read} to {written} channels would leave most of a tile"
         axes = [gather_axis(work, dim) for dim in range(3)]
@@ -134,9 +141,15 @@ class HopperGather:
         return sides.why_not(axes, tiles_of(work.dtype, self._parts)[0])
 
     def launches(
-        self, work: ConvWork, device: CudaDevice, schedule: Schedule | None = None
+        self,
+        work: ConvWork,
+        device: CudaDevice,
+        schedule: Schedule | None = None,
+        *,
+        unscale: str | None = None,
     ) -> Fragment:
-        """See `Family.launches`. ``schedule`` overrides the chosen schedule."""
+        """See `Family.launches`. ``schedule`` overrides the chosen schedule; ``unscale`` is that
+        of `FloatParts`."""
         axes = [gather_axis(work, dim) for dim in range(3)]
         sides = sides_of(work, device, self._parts)
         schedule = schedule or self._schedule
@@ -150,7 +163,10 @@ class HopperGather:
             schedule = replace(schedule, tile=tiles_of(work.dtype, self._parts)[0])
         tile = schedule.tile
         planes = stores_planes(work) and tile.has_planes
-        steps = [_launch(work, axes, phases, sides, schedule, device) for phases in launched(axes)]
+        steps = [
+            _launch(work, axes, phases, sides, schedule, device, unscale)
+            for phases in launched(axes)
+        ]
         steps[0] = replace(steps[0], overlaps=bool(sides.steps) or work.follows)
         if time_s is None or schedule != chosen:
             time_s = expected_s(work, axes, device, schedule)
@@ -198,6 +214,7 @@ def _launch(
     sides: Sides,
     schedule: Schedule,
     device: CudaDevice,
+    unscale: str | None,
 ) -> Launch:
     """Return the launch that computes some phases."""
     tile, planes = schedule.tile, stores_planes(work) and schedule.tile.has_planes
@@ -278,7 +295,9 @@ def _launch(
         ),
         grid,
         (tile.threads, 1, 1),
-        pack_maps(args, given, y=result, accumulate=work.accumulate, bias=work.bias),
+        pack_maps(
+            args, given, y=result, accumulate=work.accumulate, bias=work.bias, unscale=unscale
+        ),
         tile.shared_bytes(stages),
         cluster=tile.split,
     )
