@@ -46,9 +46,9 @@ from convgrad_service.backends.cuda.kernels.conv.implicit_gemm import gemm_of
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm import (
     COUNTERS,
     SWAPPED,
-    products_of,
 )
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_model import SHARING
+from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_products import products_of
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_tiles import Config
 from convgrad_service.backends.cuda.kernels.core.gather_axes import gather_axis
 from convgrad_service.backends.cuda.tuning.candidates import candidates
@@ -110,7 +110,8 @@ class Row:
 
 def work_of(row: Mapping[str, Any]) -> ConvWork:
     """The row's layer as the planner sees it."""
-    problem: Any = problem_of({**row, "groups": 1, "kind": "conv"}, "bfloat16", "NHWC", row["op"])
+    layer, layout = {**row, "groups": 1, "kind": "conv"}, row.get("layout", "NHWC")
+    problem: Any = problem_of(layer, "bfloat16", layout, row["op"])
     return conv_work(problem, *BUFFERS[row["op"]])
 
 
@@ -154,7 +155,7 @@ class Lines:
     def way_of(self, family: str, name: str) -> str:
         """The configuration that this one is a way to run; empty if it is none."""
         config = Config.named(name.removesuffix(SWAPPED)) if family == "pointwise_gemm" else None
-        if config is None:
+        if config is None or not products_of(self._work)[0].shares:
             return ""
         other = replace(config, multicast=1, alternate=False)
         if other == config:

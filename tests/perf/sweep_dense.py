@@ -3,7 +3,7 @@
     python -m tests.perf.sweep_dense --out ROWS.jsonl --seconds 200
 
 The layers are those of `suite/networks.json` at several batches, and random ones (`random_layers`);
-the operations are both gradients, in bfloat16, channels last. Of each family, the configurations
+the operations are both gradients, in bfloat16, in one layout. Of each family, the configurations
 are timed that its cost model expects to be fastest, and some that it does not, drawn at random. A
 line for each layer goes to ``--out``; `fit_dense` reads them. Timed as bench_gpu times, in shorter
 samples. Needs a Hopper GPU, CuPy and PyTorch.
@@ -67,6 +67,7 @@ class Job:
     op: str
     device: CudaDevice
     wanted: re.Pattern[str]
+    layout: str
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ def jobs_of(given: argparse.Namespace, device: CudaDevice) -> list[Job]:
         if layer["class"] == "dense":
             layers += [("net", {**layer, "N": batch}) for batch in BATCHES]
     jobs = [
-        Job(kind, layer, op, device, given.configurations)
+        Job(kind, layer, op, device, given.configurations, given.layout)
         for kind, layer in layers
         for op in given.ops
         if given.layers.search(layer["name"])
@@ -117,7 +118,7 @@ def configurations(
 
 def planned(job: Job) -> Planned | None:
     """Plan in a separate process, without a GPU; return None if no plan is possible."""
-    problem: Any = problem_of(job.layer, "bfloat16", "NHWC", job.op)
+    problem: Any = problem_of(job.layer, "bfloat16", job.layout, job.op)
     work = conv_work(problem, *BUFFERS[job.op])
     draw = random.Random(f"{job.layer['name']} {job.layer['N']} {job.op}")
     others = []
@@ -169,7 +170,7 @@ class Clock:
 def measure(bench: Bench, clock: Clock, one: Planned) -> dict[str, Any]:
     """One line of rows."""
     layer, op = one.job.layer, one.job.op
-    (case,) = cases_of(layer, "bfloat16", "NHWC", (op,))
+    (case,) = cases_of(layer, "bfloat16", one.job.layout, (op,))
     samples = FEW_SAMPLES if case.reference_s > LONG_S else SAMPLES
     peer = case.peer(case.tensors)
     peer = (peer[0] if isinstance(peer, list) else peer).float()
@@ -191,6 +192,7 @@ def measure(bench: Bench, clock: Clock, one: Planned) -> dict[str, Any]:
         "kind": one.job.kind,
         "layer": layer["name"],
         "op": op,
+        "layout": one.job.layout,
         **{name: layer[name] for name in ("N", "C", "K", "ndim", *names)},
         "reference_us": round(case.reference_s * 1e6, 2),
         "peer_us": clock.us(lambda: case.peer(case.tensors), samples + 2),
@@ -210,6 +212,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1414)
     parser.add_argument("--count", type=int, default=190, help="random layers")
     parser.add_argument("--ops", nargs="+", choices=list(BUFFERS), default=list(BUFFERS))
+    parser.add_argument("--layout", choices=("NHWC", "NCHW"), default="NHWC")
     parser.add_argument("--layers", type=re.compile, default="", help="their names' pattern")
     parser.add_argument(
         "--configurations", type=re.compile, default="", help="pattern of family and name"

@@ -92,14 +92,54 @@ ALTERNATE = (
 # Several images, with partial tiles of pixels and channels; fwd has a bias. Last, more row tiles
 # than blocks.
 IMAGES = Conv(3, 72, 136, (9, 16), (1, 1))
+_LONG_PLANES = conv_bwd_data("long", Conv(40, 16, 8, (16, 20), (1, 1)))
 PLANES = (
-    (conv_fwd("images", IMAGES), Config(64, 128)),
-    (conv_fwd("images", IMAGES), Config(128, 32, resident=True)),
-    (conv_fwd("images", IMAGES), Config(256, 96)),
-    (conv_bwd_data("images", IMAGES), Config(128, 192)),
-    (conv_bwd_data("images", IMAGES).with_params("alpha", alpha=-0.5), Config(128, 96)),
-    (conv_bwd_data("long", Conv(40, 16, 8, (16, 20), (1, 1))), Config(64, 64)),
-    (conv_bwd_data("images", IMAGES), Config(64, 128, multicast=2)),
+    (conv_fwd("images", IMAGES), Config(64, 128), False),
+    (conv_fwd("images", IMAGES), Config(128, 32, resident=True), False),
+    (conv_fwd("images", IMAGES), Config(256, 96), False),
+    (conv_bwd_data("images", IMAGES), Config(128, 192), False),
+    (conv_bwd_data("images", IMAGES).with_params("alpha", alpha=-0.5), Config(128, 96), False),
+    (_LONG_PLANES, Config(64, 64), False),
+    (conv_bwd_data("images", IMAGES), Config(64, 128, multicast=2), False),
+    (conv_bwd_data("images", IMAGES), Config(128, 64, alternate=True), False),
+    (_LONG_PLANES, Config(64, 128, alternate=True), False),
+    (conv_bwd_data("seven", Conv(5, 72, 136, (7, 7), (1, 1))), Config(128, 56), True),
+    (conv_bwd_data("even", Conv(7, 40, 200, (14, 10), (1, 1))), Config(64, 112), True),
+    (conv_bwd_data("single", Conv(1, 24, 72, (13, 13), (1, 1))), Config(192, 56), True),
+    (conv_bwd_data("odd", Conv(40, 264, 8, (3, 2, 9), (1, 1, 1))), Config(256, 56), True),
+    (
+        conv_bwd_data("even", Conv(7, 40, 200, (14, 10), (1, 1))),
+        Config(64, 56, alternate=True),
+        True,
+    ),
+)
+
+# Weight gradients of planes: k-tiles of one image each, the last of an image partial; channels that
+# are no whole chunks; blocks that store, and splits whose steps skip images.
+_PLANES = grouped_conv_bwd_weight("images", IMAGES)
+_NARROW = grouped_conv_bwd_weight("narrow", Conv(5, 9, 21, (8, 3), (1, 1)))
+SUMMED_PLANES = (
+    (_PLANES, Config(64, 32), False),
+    (_PLANES, Config(128, 64, cluster=2, parts=2), False),
+    (_PLANES, Config(64, 64, 128, cluster=3), True),
+    (_PLANES, Config(64, 80, parts=7), True),
+    (_PLANES, Config(128, 40, 128, parts=4), False),
+    (_NARROW, Config(64, 24, 128, parts=3), False),
+    (_NARROW, Config(64, 16, cluster=2), True),
+)
+# The same of planes that do not start at multiples of 16 bytes: one k-tile of an image, or several.
+_SEVEN = grouped_conv_bwd_weight("seven", Conv(5, 72, 136, (7, 7), (1, 1)))
+_SINGLE = grouped_conv_bwd_weight("single", Conv(1, 24, 72, (13, 13), (1, 1)))
+_FOURTEEN = grouped_conv_bwd_weight("fourteen", Conv(3, 72, 136, (14, 14), (1, 1)))
+_EVEN = grouped_conv_bwd_weight("even", Conv(3, 40, 72, (14, 10), (1, 1)))
+SUMMED_PLANES += (
+    (_SEVEN, Config(64, 64), False),
+    (_SEVEN, Config(128, 64, parts=3), True),
+    (_SEVEN, Config(64, 128, cluster=2), False),
+    (_SINGLE, Config(64, 64), False),
+    (_FOURTEEN, Config(128, 64, cluster=2), False),
+    (_EVEN, Config(64, 64, 128, parts=4), False),
+    (_EVEN, Config(64, 64, cluster=3, parts=2), True),
 )
 
 
@@ -146,16 +186,22 @@ def test_shared(seed: int, case: Case, config: Config, swapped: bool) -> None:
     check(found, wanted, "exact", f"seed {seed}, {case.id} {config}")
 
 
-@pytest.mark.parametrize(("case", "config"), PLANES, ids=name_of)
-def test_planes(seed: int, case: Case, config: Config) -> None:
+@pytest.mark.parametrize(("case", "config", "swapped"), PLANES, ids=name_of)
+def test_planes(seed: int, case: Case, config: Config, swapped: bool) -> None:
+    backend = EmulatedBackend(pointwise_gemm(config, swapped=swapped))
     for dtype, gate in (("bfloat16", "exact"), ("float16", "bounded")):
         tensors, wanted = drawn(seed, case, dtype, gate)
-        found = answers(EmulatedBackend(pointwise_gemm(config)), case, tensors, "NCHW")
+        found = answers(backend, case, tensors, "NCDHW" if case.ndim == 3 else "NCHW")
         check(found, wanted, gate, f"seed {seed}, {case.id} {config}")
 
 
-@pytest.mark.parametrize(("case", "config", "swapped"), SUMMED, ids=name_of)
-def test_weight(seed: int, case: Case, config: Config, swapped: bool) -> None:
+@pytest.mark.parametrize(
+    ("case", "config", "swapped", "planes"),
+    [(*one, False) for one in SUMMED] + [(*one, True) for one in SUMMED_PLANES],
+    ids=name_of,
+)
+def test_weight(seed: int, case: Case, config: Config, swapped: bool, planes: bool) -> None:
+    layout = "NCHW" if planes else _last(case)
     backend = EmulatedBackend(pointwise_gemm(config, swapped=swapped))
     for wide in (False, True):
         # Bulk copies store results only if they are as wide as the inputs.
@@ -163,7 +209,7 @@ def test_weight(seed: int, case: Case, config: Config, swapped: bool) -> None:
             continue
         posed = case.with_params("wide", weight_dtype="float32") if wide else case
         tensors, wanted = drawn(seed, posed, "bfloat16", "exact")
-        found = answers(backend, posed, tensors, _last(case))
+        found = answers(backend, posed, tensors, layout)
         check(found, wanted, "exact", f"seed {seed}, {posed.id} {config}")
 
 

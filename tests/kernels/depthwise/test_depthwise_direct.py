@@ -37,6 +37,10 @@ LAYERS: dict[str, Conv] = {
     "7x7_stride_2": layer(1, 8, (9, 10), (7, 7), 2, 3),
     "stride_3": layer(2, 16, (11, 16), (3, 3), 3, 1),
     "stride_4_channels_13": layer(2, 13, (13, 18), (5, 5), 4, 2),
+    "stride_5_beyond_kernel": layer(2, 16, (12, 23), (3, 3), 5, 1),
+    "stride_3_dilated": layer(1, 16, (11, 25), (3, 5), 3, 2, 2),
+    "1d_k10_stride_5": Conv(2, 24, 24, (63,), (10,), 5, 3, groups=24),
+    "stride_3_multiplier_2": layer(2, 6, (10, 13), (4, 4), 3, 2, 1, 2),
     "11x11_stride_3": layer(1, 16, (13, 25), (11, 11), 3, 5),
     "rows_dilated": layer(1, 16, (14, 9), (3, 3), 1, (2, 1), (2, 1)),
     "11x11": layer(1, 16, (12, 13), (11, 11), 1, 5),
@@ -65,11 +69,12 @@ LAYERS: dict[str, Conv] = {
 }
 
 
+NO_GRADIENT = ("dilated_by_two_steps", "stride_3_dilated", "multiplier_2_3d")
 CASES = [
     FROM_CONV[operation](name, conv)
     for operation in ("conv_bwd_data", "conv_fwd")
     for name, conv in LAYERS.items()
-    if operation == "conv_fwd" or name not in ("dilated_by_two_steps", "multiplier_2_3d")
+    if operation == "conv_fwd" or name not in NO_GRADIENT
 ]
 
 

@@ -77,7 +77,7 @@ CASES += [case_of("conv_fwd", name) for name in FORWARD]
 CASES += [
     replace(FROM_CONV["conv_fwd"](name, LAYERS[name]), name=f"{name}_with_bias") for name in FORWARD
 ]
-CASES.append(case_of("conv_bwd_data", "stride_2_kernel_5").with_params("scaled", alpha=2.0))
+CASES.append(case_of("conv_bwd_data", "kernel_5_uneven_padding").with_params("scaled", alpha=2.0))
 
 
 def tiles_of(number: int) -> tuple[PairTile, ...]:

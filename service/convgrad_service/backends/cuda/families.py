@@ -29,6 +29,7 @@ from convgrad_service.backends.cuda.kernels.conv.patch_products import PatchProd
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm import PointwiseGemm
 from convgrad_service.backends.cuda.kernels.conv.split_gather import SplitGather
 from convgrad_service.backends.cuda.kernels.conv.split_weight import SplitWeight
+from convgrad_service.backends.cuda.kernels.conv.zero_insertion import ZeroInsertion
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_direct import DepthwiseDirect
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_pairs import DepthwisePairs
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight import DepthwiseWeight
@@ -67,7 +68,6 @@ from convgrad_service.backends.cuda.kernels.pool.pool_cells import PoolCells
 from convgrad_service.backends.cuda.kernels.pool.pool_stages import MaximaByAxes, PoolThroughIndices
 from convgrad_service.backends.cuda.kernels.pool.pool_strips import PoolStrips
 from convgrad_service.backends.cuda.kernels.pool.pool_tiles import PoolTiles
-from convgrad_service.backends.cuda.kernels.pool.route_strips import RouteStrips
 from convgrad_service.backends.cuda.kernels.pool.window_maxima import WindowMaxima
 from convgrad_service.backends.cuda.kernels.pool.window_planes import WindowPlanes
 from convgrad_service.backends.cuda.kernels.pool.window_reduce import WindowReduce
@@ -104,10 +104,6 @@ OVERHEADS = {
 }
 # Of each copy between layouts, besides its bytes; in 20 depthwise layers on an H200.
 COPY_S = 3.2e-6
-THROUGH_CHANNELS_LAST = {
-    f"{name}_through_channels_last": replace(overhead, copy_s=COPY_S)
-    for name, overhead in OVERHEADS.items()
-}
 # Copies between layouts.
 COPIES = (Transpose(), RowCopy(), RowPack(), StridedCopy())
 
@@ -210,17 +206,25 @@ SPLIT_WEIGHT = ResultThroughChannelsLast(SplitWeight(), COPIES), SplitWeight()
 IMPLICIT_GEMM = ImplicitGemm(dtypes=(DType.FLOAT16, DType.BFLOAT16))
 FLOAT32_GEMM = ImplicitGemm(dtypes=(DType.FLOAT32,), least_channels=4)
 IMPLICIT_GEMMS = (IMPLICIT_GEMM, FLOAT32_GEMM)
-# 1x1 convolutions as GEMMs. For channels first, and for those expected to be short, no other family
-# was ever faster, so they are not compared.
+# 1x1 convolutions as GEMMs. For channels first in aligned planes, and for those expected to be
+# short, hardly any other family was ever faster, so they are not compared.
 PLANES_GEMM = PointwiseGemm(planes=True)
 SHORT_GEMM = PointwiseGemm(most_s=25e-6, dtypes=(DType.FLOAT16, DType.BFLOAT16))
-GEMMS = PointwiseGemm(), IMPLICIT_GEMM
+GEMMS = (PointwiseGemm(),), (IMPLICIT_GEMM,)
 
 
-def _in_float32(*alternatives: Sequence[Family[ConvWork]]) -> FastestExpected[ConvWork]:
-    """Return a choice for float32, where channels first `FLOAT32_GEMM` needs no copies."""
-    overheads = THROUGH_CHANNELS_LAST | OVERHEADS
-    return FastestExpected((FLOAT32_GEMM,), *alternatives, overheads=overheads)
+def _in_float32(
+    *alternatives: Sequence[Family[ConvWork]], few_terms: Sequence[Family[ConvWork]] = ()
+) -> FastestExpected[ConvWork]:
+    """Return a choice for float32, where channels first `FLOAT32_GEMM` needs no copies, and those
+    of other families count; sums that are too short for it are left to ``few_terms``."""
+    names = {family.name for families in alternatives for family in families}
+    copied = {
+        name: replace(OVERHEADS[own], copy_s=COPY_S)
+        for name in names - OVERHEADS.keys()
+        if (own := name.removesuffix("_through_channels_last")) in OVERHEADS
+    }
+    return FastestExpected((FLOAT32_GEMM, *few_terms), *alternatives, overheads=copied | OVERHEADS)
 
 
 # Channels that are whole chunks of 16 bytes, or not.
@@ -228,14 +232,15 @@ WHOLE_CHUNKS = (
     Tuned((PointwiseGemm(), IMPLICIT_GEMM, HopperGather(), HopperHalo())),
     PLANES_GEMM,
     SHORT_GEMM,
-    _in_float32(DENSE_CONV, (HopperGather(direct=True),), SPLIT_GATHER),
-    FastestExpected(DENSE_CONV, (HopperGather(direct=True),), GEMMS, overheads=OVERHEADS),
+    _in_float32(DENSE_CONV, (HopperGather(direct=True),), SPLIT_GATHER, few_terms=SPLIT_GATHER),
+    FastestExpected(DENSE_CONV, (HopperGather(direct=True),), *GEMMS, overheads=OVERHEADS),
 )
 WHOLE_CHUNKS_WEIGHT = (
     Tuned((PointwiseGemm(), IMPLICIT_GEMM, HopperWeight(), HopperWeightSingle(), DenseWeight())),
+    PLANES_GEMM,
     SHORT_GEMM,
     _in_float32(DENSE_CONV_WEIGHT, BATCH_LAST_WEIGHT, (PointwiseGemm(),), SPLIT_WEIGHT),
-    FastestExpected(DENSE_CONV_WEIGHT, (HopperWeightSingle(),), GEMMS, overheads=OVERHEADS),
+    FastestExpected(DENSE_CONV_WEIGHT, (HopperWeightSingle(),), *GEMMS, overheads=OVERHEADS),
 )
 DENSE = (PaddedResult(WHOLE_CHUNKS, COPIES), *WHOLE_CHUNKS)
 DENSE_WEIGHT = (PaddedResult(WHOLE_CHUNKS_WEIGHT, COPIES), *WHOLE_CHUNKS_WEIGHT)
@@ -268,16 +273,23 @@ FUSED = (
 # Maxima over windows, and their gradients from indices.
 MAXIMA_ONE_PASS = (WindowReduce(), WindowPlanes(), WindowMaxima())
 MAXIMA = (MaximaByAxes(MAXIMA_ONE_PASS), *MAXIMA_ONE_PASS)
-FROM_INDICES = (RouteStrips(), WindowScatter(), WindowRoutes())
+FROM_INDICES = (WindowScatter(), WindowRoutes())
 
 LAST_GATHERS = (*DENSE, *IMPLICIT_GEMMS, GatherTile(), GatherDirect())
 
 FAMILIES = Families(
     fwd=(*DEPTHWISE, *GROUPED, *FIRST_FORWARD, COL2IM, *LAST_GATHERS),
-    bwd_data=(*DEPTHWISE, *DEPTHWISE_SUMS, *FIRST_DATA, *LAST_GATHERS),
+    bwd_data=(
+        *DEPTHWISE,
+        *DEPTHWISE_SUMS,
+        *FIRST_DATA,
+        ZeroInsertion((*DENSE, *IMPLICIT_GEMMS), (DType.FLOAT32,)),
+        *LAST_GATHERS,
+    ),
     bwd_weight=(
         *DEPTHWISE_WEIGHT,
         *GROUPED_WEIGHT,
+        PLANES_GEMM,
         *FIRST_WEIGHT,
         *DENSE_WEIGHT,
         *IMPLICIT_GEMMS,

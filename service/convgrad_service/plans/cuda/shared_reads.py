@@ -45,7 +45,8 @@ def share_grad_output(
     -------
     tuple of Chosen or None
     """
-    if not _gains(problem, device):
+    # Channels first, it was not measured.
+    if not problem.layout.channels_last or not _gains(problem, device):
         return None
     half = replace(device, multiprocessors=device.multiprocessors // 2)
     own = families.without(_OTHERS)

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from convgrad_service.backends.cuda.families import WHOLE_CHUNKS, WHOLE_CHUNKS_WEIGHT
-from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm import COUNTERS, products_of
+from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm import COUNTERS
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_model import timed
+from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_products import products_of
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_tiles import Config
 from convgrad_service.backends.cuda.tuning import tuned
 from convgrad_service.backends.cuda.tuning.correction import Correction

@@ -28,8 +28,8 @@ from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm import (
     COUNTERS,
     SWAPPED,
     PointwiseGemm,
-    products_of,
 )
+from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_products import products_of
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_tiles import Config, Product
 from convgrad_service.backends.cuda.kernels.core.gather_axes import gather_axis
 from convgrad_service.plans.cuda.device import CudaDevice

@@ -66,7 +66,7 @@ class DenseGather(DenseFamily):
         read, written = work.channels
         if not self._fills_tile(work, read * written):
             return f"{read} to {written} channels per group would leave most of a tile"
-        if (reason := why_not_few_terms(work, read)) is not None:
+        if (reason := why_not_few_terms(work)) is not None:
             return reason
         if work.direction == "bwd_data" and max(work.stride) > MAX_PHASES:
             return f"stride {max(work.stride)} makes more than {MAX_PHASES} phases"

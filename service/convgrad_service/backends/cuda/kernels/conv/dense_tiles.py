@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 
 from convgrad.dtypes import DType
+from convgrad_service.backends.cuda.kernels.core.gather_axes import gather_axis, least_taps
 from convgrad_service.backends.cuda.kernels.core.limits import DTYPES
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import ceil_div
 from convgrad_service.plans.cuda.works import ConvWork, Operand
 
 __all__ = ["DTYPES", "LAUNCH_S", "MAX_INDEX", "DenseFamily", "DenseTile", "last_offset"]
-__all__ += ["uses_3xtf32", "why_not_few_terms"]
+__all__ += ["least_terms", "uses_3xtf32", "why_not_few_parts", "why_not_few_terms"]
 
 MAX_INDEX = 2**31 - 1
 LAUNCH_S = 3e-6
-# Splitting has a relative error of 2^-21 per product, float32 accumulation of 2^-24 per term.
-_LEAST_TERMS = 16
+# Splitting into two TF32 parts has a relative error of 2^-21 per product, and into three bfloat16
+# ones of 2^-23, and their sum in a tensor core a few more; float32 accumulation has 2^-24 per term.
+_LEAST_TERMS, _LEAST_TERMS_OF_PARTS = 16, 8
+# The fewest result channels with short sums of parts. With fewer, float32 FMAs take 0.60 to 1.53 of
+# the time on an H200 (34 passes of layers of 12 to 15 channels, geometric mean 0.90).
+_LEAST_SHORT_SUMS = 16
 # Relative throughput of an SM with 1, 2, ... resident blocks, by the most that fit.
 _OCCUPANCY_RATES = {1: (1.0,), 2: (0.65, 1.0), 3: (0.55, 0.8, 1.0)}
 # SMs of the GPU on which the rates below were measured.
@@ -149,8 +156,41 @@ def uses_3xtf32(work: ConvWork) -> bool:
     return work.dtype is DType.FLOAT32 and work.precision != "high"
 
 
-def why_not_few_terms(work: ConvWork, terms: int) -> str | None:
-    """Return why sums of that many products are not computed from split operands, or None."""
-    if not uses_3xtf32(work) or terms >= _LEAST_TERMS:
+def least_terms(work: ConvWork) -> int:
+    """Return the fewest products of any non-empty sum."""
+    if work.direction == "bwd_weight":
+        met = (min(filter(None, _outputs_of_taps(work, dim)), default=0) for dim in range(3))
+        return work.batch * prod(met)
+    return work.channels[0] * prod(least_taps(gather_axis(work, dim)) for dim in range(3))
+
+
+def _outputs_of_taps(work: ConvWork, dim: int) -> Iterator[int]:
+    """Yield the number of outputs that each tap contributes to along one dimension."""
+    for tap in range(work.kernel[dim]):
+        first = tap * work.dilation[dim] - work.pad[dim]
+        low = max(0, ceil_div(-first, work.stride[dim]))
+        high = min(work.output[dim], (work.input[dim] - 1 - first) // work.stride[dim] + 1)
+        yield max(0, high - low)
+
+
+def why_not_few_terms(work: ConvWork) -> str | None:
+    """Return why its sums are not computed from split operands, or None."""
+    gathers = work.direction != "bwd_weight"
+    if not uses_3xtf32(work) or (gathers and work.channels[0] >= _LEAST_TERMS):
+        return None
+    if (terms := least_terms(work)) >= _LEAST_TERMS:
         return None
     return f"sums of {terms} products: float32 FMAs may be more accurate than split TF32 operands"
+
+
+def why_not_few_parts(work: ConvWork) -> str | None:
+    """Return why its sums are not computed from three bfloat16 parts of operands, or None."""
+    gathers = work.direction != "bwd_weight"
+    if gathers and work.channels[0] >= _LEAST_TERMS:
+        return None
+    terms = least_terms(work)
+    if terms < _LEAST_TERMS_OF_PARTS:
+        return f"sums of {terms} products: float32 FMAs may be more accurate than parts of operands"
+    if gathers and terms < _LEAST_TERMS and work.channels[1] < _LEAST_SHORT_SUMS:
+        return f"float32 FMAs take less time for {work.channels[1]} sums of {terms} products"
+    return None

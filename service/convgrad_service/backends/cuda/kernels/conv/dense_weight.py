@@ -42,7 +42,7 @@ from convgrad_service.plans.cuda.program import (
 )
 from convgrad_service.plans.cuda.works import ConvWork, Operand, contiguous_strides
 
-__all__ = ["DenseWeight", "least_terms"]
+__all__ = ["DenseWeight"]
 
 SPAN_BYTES = 32
 # flat_sum.cu: results per thread, threads per block, the most slices of a block, and the fewest
@@ -74,7 +74,7 @@ class DenseWeight(DenseFamily):
                 f"{work.out_channels} channels x {work.in_channels} channels of {work.taps} taps a "
                 "group would leave most of a tile"
             )
-        if (reason := why_not_few_terms(work, least_terms(work))) is not None:
+        if (reason := why_not_few_terms(work)) is not None:
             return reason
         if max(work.pixels, work.taps * (work.in_channels + 16)) > MAX_PIXELS:
             return f"the pixels, or the taps x channels, are more than {MAX_PIXELS}"
@@ -299,20 +299,6 @@ def _shared_bytes(work: ConvWork, tile: DenseTile, int64: bool) -> int:
     return (
         tile.pipeline_bytes + SPAN_BYTES + taps * shift + offsets * offset + tile.scaling_flag_bytes
     )
-
-
-def least_terms(work: ConvWork) -> int:
-    """Return the fewest products of any non-empty sum."""
-
-    def outputs_of(dim: int, tap: int) -> int:
-        """Return the number of outputs that a tap contributes to along one dimension."""
-        first = tap * work.dilation[dim] - work.pad[dim]
-        low = max(0, ceil_div(-first, work.stride[dim]))
-        high = min(work.output[dim], (work.input[dim] - 1 - first) // work.stride[dim] + 1)
-        return max(0, high - low)
-
-    by_dimension = ([outputs_of(dim, tap) for tap in range(work.kernel[dim])] for dim in range(3))
-    return work.batch * prod(min(filter(None, counts), default=0) for counts in by_dimension)
 
 
 def _partial_bytes(work: ConvWork) -> int:

@@ -5,22 +5,21 @@
 // three all of them. A target has the PARTS parts one after another, each channels last (N D H W C) with channels
 // padded to whole chunks of eight by zeros. NaN and infinities have parts whose sum is not finite.
 // With two parts, an element whose first part would round to infinity has it truncated instead.
-// With WEIGHTED (three parts), part i is the rest times 2^(8 * i), so none underflows before the element does; parts
-// of elements of 2^127 and more are truncated. A part's magnitude is at most the element's, rounded up to a power
-// of two, or 2^-126.
-// With three others, elements are multiplied by a power of two, at first 2^kLift: the last bit of the smallest subnormal
-// is then bfloat16's last bit, so every element that stays finite is split exactly. The launch stores the largest
-// magnitude of a finite element that each block found. A second one (`again`) lowers the powers where
-// elements or products of two could overflow, and splits such tensors again; else it ends. It also
-// stores the factor that undoes the scales of a product.
+// With three parts, elements are multiplied by a power of two, at first 2^`lift`: with 2^16, the last bit of the
+// smallest subnormal is bfloat16's last bit, so every element that stays finite is split exactly. The launch stores the
+// extremes of the elements that each block found. A second one (`again`) chooses other powers where bits would be lost,
+// or elements or products of two could overflow, and splits such tensors again; else it ends. It also stores the factor
+// that undoes the scales of a product.
 //
-// Grid: blocks of the first tensor, then of the second; each takes chunks or tiles in turn. Block: 256 threads.
+// Grid: blocks of the first tensor, then of the second; each takes chunks or tiles in turn. If `again`, a few, as most
+//   launches do nothing: the product's blocks can start beside them. Block: 256 threads.
 //   Channels that are contiguous in the source: a thread has kEach chunks of eight channels at a time. Others
 //   are transposed: a block has a tile of 64 pixels and 64 channels (`narrow`: twice or four times as many
 //   pixels, of fewer channels), read along pixels, the next one while it stores.
 // Shared memory (static): the tile.
 // Preconditions: `vectors` if the source's pixels start at multiples of 16 bytes and have a multiple of four channels.
-// Determinism: each element is written once in a launch; scales depend on the largest elements only.
+// Determinism: each element is written once in a launch; scales depend on the extremes of all elements only, and change
+// no bits while all are split exactly.
 // Limits: pixels, and chunks or tiles, below 2^31; 64-bit elements.
 #include "core/divider.cuh"
 #include "core/split_floats.cuh"
@@ -50,10 +49,12 @@ struct FloatPartsArgs {
   const float* source1;
   bf16* target0;
   bf16* target1;
-  u32* largest;    // of each block
+  Extremes* ranges;  // of each block
   float* unscale;
   FloatTensor of[2];
   int blocks[2];
+  int found[2];    // blocks of the first launch
+  int lift[2];
   int again;
 };
 
@@ -61,38 +62,41 @@ namespace {
 
 constexpr int kBlock = 256, kBlocksEach = 3, kEach = 2, kChunk = 8;
 constexpr int kMostNarrow = 2, kTile = 64, kPitch = kTile + 1, kRows = kBlock / kTile;
-constexpr bool kScales = PARTS == 3 && !WEIGHTED;
-constexpr int kLift = 16, kLeast = -8, kMostExponent = 253;
+constexpr bool kScales = PARTS == 3;
+// What lets every element be split exactly, the least exponent of a product of scales, and biased exponents of the
+// largest scaled element and product: sums of a k-tile's 64 products are finite.
+constexpr int kLift = 16, kLeast = -16, kMostExponent = 253, kMostProduct = 127 + 127 + 118;
 
-// The exponents of the powers of two that scale two tensors with these largest magnitudes.
+// The exponents of the powers of two that scale two tensors with these extremes: if possible, `lift`, else others with
+// which both are split exactly, and of the same product, which then changes no bits of results.
 struct PartScales {
   int of[2];
 
-  __device__ __forceinline__ PartScales(u32 largest0, u32 largest1) {
-    const int most[2] = {static_cast<int>(largest0 >> 23), static_cast<int>(largest1 >> 23)};
-    of[0] = min(kLift, kMostExponent - most[0]), of[1] = min(kLift, kMostExponent - most[1]);
-    const int excess = most[0] + of[0] + most[1] + of[1] - SplitScale::kMaxProduct;
-    if (excess <= 0) return;
-    of[0] = max(of[0] - (excess + 1) / 2, kLeast), of[1] = max(of[1] - (excess + 1) / 2, kLeast);
+  __device__ __forceinline__ PartScales(const Extremes (&ranges)[2], const int (&lift)[2]) {
+    int exact[2], most[2];  // the least exponents of an exact split, and the most without overflow
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      exact[i] = min(kLift, kLift + 1 - static_cast<int>(ranges[i].least >> 24));
+      most[i] = kMostExponent - ranges[i].exponent();
+    }
+    const int finite = max(kMostProduct - ranges[0].exponent() - ranges[1].exponent(), kLeast);
+    const int both = min(max(lift[0] + lift[1], exact[0] + exact[1]), min(finite, most[0] + most[1]));
+    const int low = max(exact[0], both - most[1]), high = min(most[0], both - exact[1]);
+    const int first = low <= high ? min(max(lift[0], low), high) : (low + high) / 2;
+    of[0] = min(max(first, both - most[1]), most[0]), of[1] = both - of[0];
   }
 };
 
-__device__ __forceinline__ u32 largest_of_warp(u32 found) {
-#pragma unroll
-  for (int way = 16; way > 0; way /= 2) found = max(found, __shfl_xor_sync(~0u, found, way));
-  return found;
-}
-
-// The largest of all threads' values, for all of them.
-__device__ __forceinline__ u32 largest_of_block(u32 found, u32 (&warps)[kBlock / 32]) {
-  found = largest_of_warp(found);
+// The extremes of all threads' elements, for all of them.
+__device__ __forceinline__ Extremes range_of_block(const Extremes& found, Extremes (&warps)[kBlock / 32]) {
+  const Extremes range = found.of_warp();
   __syncthreads();
-  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = found;
+  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = range;
   __syncthreads();
-  found = 0;
+  Extremes all = warps[0];
 #pragma unroll
-  for (int i = 0; i < kBlock / 32; ++i) found = max(found, warps[i]);
-  return found;
+  for (int i = 1; i < kBlock / 32; ++i) all.add(warps[i]);
+  return all;
 }
 
 __device__ __forceinline__ i64 source_at(const FloatTensor& of, int pixel) {
@@ -125,9 +129,9 @@ __device__ __forceinline__ void keep_finite(u32& part, float first, float second
   if ((part & 0x7fff0000) == 0x7f800000) part = (part & 0xffff) | (__float_as_uint(second) & 0xffff0000);
 }
 
-// Splits eight channels and stores their parts, and notes their largest magnitude.
+// Splits eight channels and stores their parts, and notes their extremes.
 __device__ __forceinline__ void store_parts(const FloatTensor& of, bf16* to, const float (&chunk)[kChunk],
-                                            float by, u32& largest) {
+                                            float by, Extremes& range) {
   u32 parts[PARTS][kChunk / 2];
 #pragma unroll
   for (int i = 0; i < kChunk; i += 2) {
@@ -136,13 +140,10 @@ __device__ __forceinline__ void store_parts(const FloatTensor& of, bf16* to, con
     if constexpr (kScales) {
 #pragma unroll
       for (float& one : pair) {
-        const u32 magnitude = __float_as_uint(one) & 0x7fffffff;
-        largest = max(largest, magnitude < 0x7f800000 ? magnitude : 0);
+        range.add(__float_as_uint(one));
         one *= by;
       }
       split_x2(pair[0], pair[1], found);
-    } else if constexpr (WEIGHTED) {
-      split_weighted_x2(pair[0], pair[1], found);
     } else {
       found[0] = narrow_x2<bf16>(pair[0], pair[1]);
       keep_finite(found[0], pair[0], pair[1]);
@@ -162,7 +163,7 @@ __device__ __forceinline__ void store_parts(const FloatTensor& of, bf16* to, con
 
 // Takes every `blocks`th group of chunks.
 __device__ __forceinline__ void split_chunks(const FloatTensor& of, const float* source, bf16* target,
-                                             u32 block, u32 blocks, float by, u32& largest) {
+                                             u32 block, u32 blocks, float by, Extremes& range) {
   const int across = of.padded / kChunk;
   for (u32 first = block * (kBlock * kEach) + threadIdx.x; first < of.jobs; first += blocks * kBlock * kEach) {
     float chunk[kEach][kChunk];
@@ -176,7 +177,7 @@ __device__ __forceinline__ void split_chunks(const FloatTensor& of, const float*
     }
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
-      if (first + i * kBlock < of.jobs) store_parts(of, target + to[i], chunk[i], by, largest);
+      if (first + i * kBlock < of.jobs) store_parts(of, target + to[i], chunk[i], by, range);
     }
   }
 }
@@ -188,7 +189,7 @@ __device__ __forceinline__ int tile_at(int channel, int pixel) {
 
 // Takes every `blocks`th tile. Row v of a tile in shared memory is 64 pixels of a channel.
 __device__ __forceinline__ void transpose_tiles(const FloatTensor& of, const float* source, bf16* target,
-                                                u32 block, u32 blocks, float by, u32& largest,
+                                                u32 block, u32 blocks, float by, Extremes& range,
                                                 float (&tile)[kTile * kPitch]) {
   const int lane = threadIdx.x % kTile, row = threadIdx.x / kTile, narrow = of.narrow;
   const int wide = kTile >> narrow, across = (of.padded + wide - 1) / wide;  // channels of a tile
@@ -229,7 +230,7 @@ __device__ __forceinline__ void transpose_tiles(const FloatTensor& of, const flo
 #pragma unroll
       for (int e = 0; e < kChunk; ++e) chunk[e] = tile[tile_at(first + e, pixel % kTile)];
       store_parts(of, target + static_cast<i64>(first_pixel + pixel) * of.padded + first_channel + column,
-                  chunk, by, largest);
+                  chunk, by, range);
     }
     holds = next < of.jobs;
   }
@@ -240,37 +241,38 @@ __device__ __forceinline__ void transpose_tiles(const FloatTensor& of, const flo
 extern "C" __global__ void __launch_bounds__(kBlock, kBlocksEach)
     float_parts(const __grid_constant__ FloatPartsArgs args) {
   __shared__ float tile[kTile * kPitch];
-  __shared__ u32 warps[kBlock / 32];
+  __shared__ Extremes warps[kBlock / 32];
   launch_dependent_grids();
   wait_on_dependent_grids();
   const bool second = blockIdx.x >= args.blocks[0];
   const FloatTensor& of = args.of[second];
-  float by = kScales ? power_of_two(kLift) : 1;
+  float by = kScales ? power_of_two(args.lift[second]) : 1;
   if (kScales && args.again) {
-    u32 found0 = 0, found1 = 0;
-    for (int i = threadIdx.x; i < args.blocks[0] + args.blocks[1]; i += kBlock) {
-      const u32 one = args.largest[i];
-      if (i < args.blocks[0]) found0 = max(found0, one);
-      else found1 = max(found1, one);
+    // Every warp reads all, so that none waits for others.
+    Extremes first = Extremes::none(), other = first;
+#pragma unroll 4
+    for (int i = threadIdx.x % 32; i < args.found[0] + args.found[1]; i += 32) {
+      const Extremes one = args.ranges[i];
+      if (i < args.found[0]) first.add(one);
+      else other.add(one);
     }
-    found0 = largest_of_block(found0, warps), found1 = largest_of_block(found1, warps);
-    const PartScales scales(found0, found1);
+    const PartScales scales({first.of_warp(), other.of_warp()}, args.lift);
     if (blockIdx.x == 0 && threadIdx.x == 0) *args.unscale = power_of_two(-scales.of[0] - scales.of[1]);
     const int exponent = second ? scales.of[1] : scales.of[0];
-    if (exponent == kLift) return;
+    if (exponent == args.lift[second]) return;
     by = power_of_two(exponent);
   }
   const float* const source = second ? args.source1 : args.source0;
   bf16* const target = second ? args.target1 : args.target0;
   const u32 block = blockIdx.x - (second ? args.blocks[0] : 0), blocks = args.blocks[second];
-  u32 largest = 0;
+  Extremes range = Extremes::none();
   if (of.transposes) {
-    transpose_tiles(of, source, target, block, blocks, by, largest, tile);
+    transpose_tiles(of, source, target, block, blocks, by, range, tile);
   } else {
-    split_chunks(of, source, target, block, blocks, by, largest);
+    split_chunks(of, source, target, block, blocks, by, range);
   }
   if (kScales && !args.again) {
-    largest = largest_of_block(largest, warps);
-    if (threadIdx.x == 0) args.largest[blockIdx.x] = largest;
+    range = range_of_block(range, warps);
+    if (threadIdx.x == 0) args.ranges[blockIdx.x] = range;
   }
 }

@@ -21,7 +21,14 @@ from convgrad_service.plans.cuda.program import Instance, Launch, Step, Workspac
 from convgrad_service.plans.cuda.works import ConvWork, Operand, contiguous_strides
 from convgrad_service.problems.sizes import Size3
 
-__all__ = ["PARTS", "PRODUCTS", "FloatParts", "FloatTensor", "float_parts", "of_pixels_read"]
+__all__ = [
+    "PARTS",
+    "PRODUCTS",
+    "FloatParts",
+    "FloatTensor",
+    "float_parts",
+    "of_pixels_read",
+]
 __all__ += ["parts_instances", "why_not_parts"]
 
 PARTS = {"high": 2, "highest": 3}
@@ -38,13 +45,13 @@ CHUNK = 8
 # how often its channels may be halved.
 BLOCK, BLOCKS_EACH, EACH, TILE = 256, 3, 2, 64
 MOST_NARROW = 2
+# Blocks of the launch that checks the range, and splits again if it must.
+BLOCKS_AGAIN = 32
 VECTOR = 4
 MAX_JOBS = 2**31 - 1
 # On an H200, beside the product that follows: the launches by the number of parts, and bytes read
 # and written per second where channels are contiguous and where they are not.
 LAUNCHES_S, BYTES_PER_S, TRANSPOSED_BYTES_PER_S = {2: 2.5e-6, 3: 4.5e-6}, 3.5e12, 2.9e12
-# The same launch, and the fraction of that time, of weighted parts.
-WEIGHTED_LAUNCH_S, WEIGHTED_SCALE = 5.7e-6, 0.86
 FloatPartsArgs = structure("conv/float_parts.cu", "FloatPartsArgs")
 
 
@@ -147,8 +154,7 @@ def float_parts(
     parts: int,
     prefix: str,
     device: CudaDevice,
-    *,
-    weighted: bool = False,
+    lift: tuple[int, int] = (16, 16),
 ) -> FloatParts:
     """Return the launches that split both operands of a product.
 
@@ -158,22 +164,21 @@ def float_parts(
         2 or 3.
     prefix
         Start of the names of other workspace buffers.
-    weighted
-        Part i is multiplied by 2**(8 * i), which makes three parts exact in one launch, without a
-        scale.
+    lift
+        Exponents of the powers of two by which three parts' elements are multiplied, unless their
+        range demands others. 16 suits every element below 2**112, less only those of at least
+        2**(-110 - lift); products keep their bits if others have the same sum.
     """
     tensors = first, second
     blocks = _blocks(tensors, BLOCKS_EACH * device.multiprocessors)
-    steps = [_launch(tensors, parts, prefix, blocks, again=False, weighted=weighted)]
+    steps = [_launch(tensors, parts, prefix, blocks, lift)]
     workspace = [Workspace(one.parts, parts * one.elements * 2) for one in tensors]
-    split_s = sum(one.expected_s(parts) for one in tensors)
-    expected_s = LAUNCHES_S[parts] + split_s
-    if weighted:
-        expected_s = WEIGHTED_LAUNCH_S + WEIGHTED_SCALE * split_s
-    scales = parts > 2 and not weighted
+    expected_s = LAUNCHES_S[parts] + sum(one.expected_s(parts) for one in tensors)
+    scales = parts > 2
     if scales:
-        steps.append(_launch(tensors, parts, prefix, blocks, again=True))
-        workspace.append(Workspace(_largest(prefix), 4 * sum(blocks)))
+        few = _blocks(tensors, BLOCKS_AGAIN)
+        steps.append(_launch(tensors, parts, prefix, few, lift, found=blocks))
+        workspace.append(Workspace(_ranges(prefix), 8 * sum(blocks)))
         workspace.append(Workspace(_unscale(prefix), 4))
     return FloatParts(
         tuple(steps), tuple(workspace), _unscale(prefix) if scales else None, expected_s
@@ -214,15 +219,15 @@ def of_pixels_read(work: ConvWork) -> ConvWork:
 
 def parts_instances() -> Iterable[Instance]:
     """Return the instances of float_parts.cu."""
-    return [_instance(2), _instance(3), _instance(3, weighted=True)]
+    return [_instance(parts) for parts in PARTS.values()]
 
 
-def _instance(parts: int, *, weighted: bool = False) -> Instance:
-    return Instance.of("conv/float_parts.cu", HOPPER, PARTS=parts, WEIGHTED=weighted)
+def _instance(parts: int) -> Instance:
+    return Instance.of("conv/float_parts.cu", HOPPER, PARTS=parts)
 
 
-def _largest(prefix: str) -> str:
-    return f"{prefix}largest"
+def _ranges(prefix: str) -> str:
+    return f"{prefix}ranges"
 
 
 def _unscale(prefix: str) -> str:
@@ -245,12 +250,14 @@ def _launch(
     parts: int,
     prefix: str,
     blocks: tuple[int, int],
+    lift: tuple[int, int],
     *,
-    again: bool,
-    weighted: bool = False,
+    found: tuple[int, int] | None = None,
 ) -> Launch:
+    """Return the first launch, or the second of one whose blocks ``found`` extremes."""
     args = FloatPartsArgs()
-    args.blocks[:], args.again = blocks, again
+    args.blocks[:], args.found[:], args.lift[:] = blocks, found or blocks, lift
+    args.again = found is not None
     for of, tensor in zip(args.of, tensors, strict=True):
         source = tensor.source
         strides, size = _merged(source.strides, tensor.size)
@@ -266,18 +273,19 @@ def _launch(
         for dim, extent in enumerate(size):
             of.by[dim] = divider(extent)
         of.narrow, of.by_across = tensor.narrow, divider(ceil_div(tensor.padded, tensor.across))
-    scales = parts > 2 and not weighted
+    scales = parts > 2
     arguments = pack(
         args,
         source0=tensors[0].source,
         source1=tensors[1].source,
         target0=tensors[0].parts,
         target1=tensors[1].parts,
-        largest=_largest(prefix) if scales else None,
+        ranges=_ranges(prefix) if scales else None,
         unscale=_unscale(prefix) if scales else None,
     )
-    instance = _instance(parts, weighted=weighted)
-    return Launch(instance, (sum(blocks), 1, 1), (BLOCK, 1, 1), arguments, overlaps=again)
+    return Launch(
+        _instance(parts), (sum(blocks), 1, 1), (BLOCK, 1, 1), arguments, overlaps=bool(args.again)
+    )
 
 
 def _merged(strides: tuple[int, ...], size: Size3) -> tuple[tuple[int, ...], Size3]:

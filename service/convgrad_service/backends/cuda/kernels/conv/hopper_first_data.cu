@@ -11,8 +11,8 @@
 //   kernel row.
 // Block: one segment, with all kernel rows or every `stride`-th (those of one residue of x's rows). One
 //   thread loads rows of y by TMA; each consumer warpgroup has 64 groups and waits for the loads only. In
-//   shared memory a position is rows of 128 bytes: of 64 16-bit channels each, or of 32 in float32. Of the
-//   TAPS steps along W, each is the same rows from one position further on.
+//   shared memory a position is rows of 128 bytes: of 64 16-bit channels each, or of 32 in float32. Each of
+//   the steps along W is the same rows from one position further on.
 // float32 is rounded to TF32, or with SPLIT taken as three bfloat16 parts: six products, which keeps all terms
 //   of at least 2^-25 of the largest. The weights' parts are in shared memory, y's are made in registers.
 //   The largest products are accumulated in float32 every few steps, because tensor cores truncate each of
@@ -181,9 +181,10 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, BLOCKS)
   };
 
   const u64 b_first = sw128_k_major_descriptor(shared_address(weights));
-  const u64 b_part = args.kernel[0] * kPlaneBytes / 16;
+  const u32 plane_bytes = args.taps * kTapBytes;
+  const u64 b_part = args.kernel[0] * plane_bytes / 16;
   const auto b_at = [&](u64 plane, int part, int tap, int product) {
-    return plane + part * b_part + (tap * kWeightSubs + product / 4) * (kTapBytes / 16) + product % 4 * 2;
+    return plane + part * b_part + tap * (kTapBytes / 16) + product / 4 * (kSubBytes / 16) + product % 4 * 2;
   };
 
   int stage = 0;
@@ -193,23 +194,24 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, BLOCKS)
     if (real) {
 #pragma unroll 1
       for (int j = 0; j < share.planes; ++j) {
-        const u64 plane = b_first + (share.tap + j * args.stride[0]) * (kPlaneBytes / 16);
+        const u64 plane = b_first + (share.tap + j * args.stride[0]) * plane_bytes / 16;
         const u32 rows = ring + stage * stage_bytes;
         mbarrier_wait(full + stage * 8, parity);
         if constexpr (!kSplit) {
           fence_accumulators(sum);
           wgmma_fence();
           const u64 a = sw128_k_major_descriptor_at_row(rows, tile * 64);
-#pragma unroll
-          for (int tap = 0; tap < TAPS; ++tap) {
+#pragma unroll(TAPS > 0 ? TAPS : 1)
+          for (int tap = 0; tap < (TAPS > 0 ? TAPS : args.taps); ++tap) {
 #pragma unroll
             for (int product = 0; product < kProducts; ++product) {
               const u64 sub = product / 4 * (args.sub_bytes / 16);
               Wgmma<T, kAll>::issue(sum, a + sub + tap * (kRowBytes / 16) + product % 4 * 2,
-                                            b_at(plane, 0, tap, product), 1);
+                                    b_at(plane, 0, tap, product), 1);
             }
+            if constexpr (TAPS == 0) wgmma_commit();
           }
-          wgmma_commit();
+          if constexpr (TAPS > 0) wgmma_commit();
           // Stores the rows that the previous row of y completed while wgmmas run.
           if (kLater && j == 0 && p > share.p0) write_rows(p - 1);
           wgmma_wait<0>();
@@ -220,7 +222,7 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, BLOCKS)
           Extremes seen = Extremes::none();
 #pragma unroll 1
           for (int i = 0; i < 2 * STEPS; ++i) {
-            const int step = i / 2, tap = i % 2 * (TAPS - 1);
+            const int step = i / 2, tap = i % 2 * (args.taps - 1);
             const u32 from = rows + step / 2 * args.sub_bytes +
                              chunk_at(own_row + tap, step % 2 * 4 + (lane & 3));
             u32 some[2][4];
@@ -245,7 +247,7 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, BLOCKS)
           };
           load(0, 0);
 #pragma unroll 1
-          for (int tap = 0; tap < TAPS; ++tap) {
+          for (int tap = 0; tap < args.taps; ++tap) {
 #pragma unroll
             for (int step = 0; step < STEPS; ++step) {
               const int turn = step & 1, half = step >= STEPS / 2;
@@ -260,7 +262,7 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, BLOCKS)
 #pragma unroll
               for (int part = 0; part < 3; ++part) fence_registers(parts[turn][part]);
               // Load the next operands while these wgmmas run.
-              load(step + 1 < STEPS ? tap : min(tap + 1, TAPS - 1), (step + 1) % STEPS);
+              load(step + 1 < STEPS ? tap : min(tap + 1, args.taps - 1), (step + 1) % STEPS);
               wgmma_fence();
               const auto issue = [&](float(&to)[kAll][4], int of_a, int of_b, int add) {
                 Wgmma<bf16, kAll>::issue(to, parts[turn][of_a], b_at(plane, of_b, tap, step), add);

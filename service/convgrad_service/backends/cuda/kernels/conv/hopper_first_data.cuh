@@ -1,14 +1,15 @@
 // Kernel parameters, work of a block, constants and weight layout of hopper_first_data.cu.
-// Macros: ELEMENT, SPLIT, ROWS, EIGHTS, TAPS, STEPS, STAGES.
+// Macros: ELEMENT, SPLIT, ROWS, EIGHTS, TAPS (0: as many as args.taps), STEPS, STAGES.
 //
 // Positions of x along W form groups of `stride`. Group i reads the positions of y from i + first_tap, at
-// the same TAPS steps as every other group. Then
+// the same steps as every other group. Then
 //   x[h][i, (b, c)] = sum over h's kernel rows r, taps t along D, steps s and k of
 //                     y[z(t), p][i + first_tap + s, k] * v[t, r][s, k, (b, c)]
 // with v[t, r][s, k, (b, c)] = w[k, c, t, r, b + pad - (first_tap + s)*stride], zero outside the kernel, is
 // a GEMM with M = groups i, N = stride*C columns, K = taps along D x steps x channels of y.
 #pragma once
 
+#include "core/divider.cuh"
 #include "core/epilogue.cuh"
 #include "core/split_floats.cuh"
 #include "ptx/load_store.cuh"
@@ -43,7 +44,9 @@ struct HopperFirstDataArgs {
   int segments;      // along W
   u32 sub_bytes;     // 128 bytes of each position of a stage, in whole swizzle atoms
   int row_step;      // between a block's kernel rows, from blockIdx.y: 1, or the stride
+  int taps;          // steps along W
   u32 w_bytes;       // bytes of the weights' bulk copy; 0 if read from global memory
+  Divider by_taps;
 };
 
 constexpr int kInTwos = 3;  // columns are contiguous in x, and pairs at even offsets
@@ -113,8 +116,7 @@ constexpr int kSubs = (16 * STEPS + kSubChannels - 1) / kSubChannels;  // rows o
 constexpr int kWeightSubs = kSplit ? (STEPS + 3) / 4 : kSubs;          // and per column of the weights
 constexpr int kParts = kSplit ? 3 : 1;
 constexpr int kProducts = kWide && !kSplit ? 2 * STEPS : STEPS;  // wgmmas per step along W
-constexpr u32 kRowBytes = 128, kTapBytes = kColumns * kRowBytes;
-constexpr u32 kPlaneBytes = TAPS * kWeightSubs * kTapBytes;  // of a tap along D
+constexpr u32 kRowBytes = 128, kSubBytes = kColumns * kRowBytes, kTapBytes = kWeightSubs * kSubBytes;
 constexpr int kFree = STAGES - 2;  // stages free for y while the others hold the weights as loaded
 constexpr int kWeightsLaid = 1;    // a named barrier
 constexpr int kLoaders = kSplit ? 128 : 32;  // producer threads; a warpgroup, to release registers
@@ -187,14 +189,16 @@ __device__ __forceinline__ Extremes lay_weights(const HopperFirstDataArgs& args,
   Extremes seen = Extremes::none();
   constexpr int kOfChunk = kWide && !kSplit ? 4 : 8;
   constexpr int kChunks = 16 * STEPS / kOfChunk;
+  const int taps = args.kernel[0] * args.taps;
 #pragma unroll 2
-  for (int i = thread; i < args.kernel[0] * TAPS * kChunks * kColumns; i += threads) {
+  for (int i = thread; i < taps * kChunks * kColumns; i += threads) {
     const int column = i % kColumns, chunk = i / kColumns % kChunks, tap = i / kColumns / kChunks;
+    const int t = divide(tap, args.by_taps);
     const int r = blockIdx.y + column / kRowColumns * args.row_step, rest = column % kRowColumns;
     const int b = rest / args.channels, c = rest - b * args.channels;
-    const int s = b + args.pad[2] - (args.first_tap + tap % TAPS) * args.stride[2];
+    const int s = b + args.pad[2] - (args.first_tap + tap - t * args.taps) * args.stride[2];
     const bool there = r < args.kernel[1] && b < args.stride[2] && s >= 0 && s < args.kernel[2];
-    const FirstElement* const from = w + c * args.w_stride[2] + tap / TAPS * args.w_stride[3] +
+    const FirstElement* const from = w + c * args.w_stride[2] + t * args.w_stride[3] +
                                      r * args.w_stride[4] + s * args.w_stride[5];
     FirstElement values[kOfChunk] = {};
 #pragma unroll
@@ -211,8 +215,7 @@ __device__ __forceinline__ Extremes lay_weights(const HopperFirstDataArgs& args,
     pack(values, words, by);
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
-      *reinterpret_cast<uint4*>(to + part * args.kernel[0] * kPlaneBytes +
-                                (tap * kWeightSubs + chunk / 8) * kTapBytes +
+      *reinterpret_cast<uint4*>(to + (part * taps + tap) * kTapBytes + chunk / 8 * kSubBytes +
                                 chunk_at(column, chunk % 8)) =
           make_uint4(words[part][0], words[part][1], words[part][2], words[part][3]);
     }

@@ -13,12 +13,13 @@ from convgrad_service.backends.cuda.kernels.conv.dense_tiles import uses_3xtf32
 from convgrad_service.backends.cuda.kernels.conv.hopper_first_data_forms import (
     GROUPS,
     ROW_BYTES,
-    SHAPES,
     STATIC_BYTES,
     STEP,
     Form,
+    shapes_of,
 )
 from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS, MAX_BLOCKS
+from convgrad_service.backends.cuda.kernels.core.gather_axes import divider
 from convgrad_service.backends.cuda.kernels.core.limits import (
     DTYPES,
     MAX_GRID_YZ,
@@ -119,6 +120,8 @@ class HopperFirstData(Solver[ConvWork, tuple[Form, Cut]]):
         args.segments = _segments(work, cut.warpgroups)
         args.sub_bytes = form.sub_bytes(cut.warpgroups)
         args.row_step = form.row_step
+        args.taps = form.taps
+        args.by_taps.factor, args.by_taps.shift = divider(form.taps)
         args.w_bytes = _whole_bytes(work, 2 * form.stage_bytes(cut.warpgroups))
         launch = Launch(
             _instance(form),
@@ -138,16 +141,18 @@ class HopperFirstData(Solver[ConvWork, tuple[Form, Cut]]):
 
     def instances(self) -> Iterable[Instance]:
         kinds = [(dtype, False) for dtype in DTYPES] + [(DType.FLOAT32, True)]
-        forms = (Form(dtype, split, shape) for dtype, split in kinds for shape in SHAPES)
+        forms = (
+            Form(dtype, split, shape) for dtype, split in kinds for shape in shapes_of(dtype, split)
+        )
         return [_instance(form) for form in forms if form.fits]
 
 
 def _form(work: ConvWork) -> Form | None:
     """Return the cheapest instance with sufficient capacity, or None."""
-    split, stride = uses_3xtf32(work), work.stride[1]
+    split, stride, taps = uses_3xtf32(work), work.stride[1], _taps(work)[1]
     forms = (
-        Form(work.dtype, split, shape, row_step, work.kernel[0])
-        for shape in SHAPES
+        Form(work.dtype, split, shape, row_step, work.kernel[0], taps)
+        for shape in shapes_of(work.dtype, split)
         for row_step in (1, stride)
         if row_step <= MAX_GRID_YZ
     )
@@ -155,13 +160,18 @@ def _form(work: ConvWork) -> Form | None:
         form
         for form in forms
         if form.fits
+        and form.pays
         and ceil_div(work.kernel[1], form.row_step) <= form.shape.rows
         and stride // form.row_step <= form.shape.most_finished
         and work.stride[2] * work.in_channels <= form.shape.eights * 8
-        and _taps(work)[1] <= form.shape.taps
+        and taps <= form.taps
         and work.out_channels <= form.shape.steps * STEP
     ]
-    return min(fitting, key=lambda form: form.product_clocks * form.row_step, default=None)
+    return min(
+        fitting,
+        key=lambda form: (form.wide_rows, form.product_clocks * form.row_step),
+        default=None,
+    )
 
 
 def _plain(work: ConvWork) -> int:
@@ -181,13 +191,14 @@ def _sparse(work: ConvWork, form: Form) -> bool:
     """Return whether most of the columns are padding.
 
     On an H200, with one row of the kernel col2im took 0.67 of this family's time, and in true
-    float32 0.55 of it in 3D and 0.4 to 0.7 of it with 32 groups, but 0.95 to 2.1 of it with more.
+    float32 0.4 to 0.8 of it in 3D and 0.4 to 0.7 of it with 32 groups, but 0.95 to 2.1 of it with
+    more.
     """
     if work.kernel[1] == 1:
         return True
     padded = 2 * work.stride[2] * work.in_channels < form.shape.eights * 8
     few = ceil_div(work.input[2], work.stride[2]) <= GROUPS // 2
-    return form.split and padded and (work.kernel[0] > 1 or few)
+    return form.split and (work.kernel[0] > 1 or (padded and few))
 
 
 def _taps(work: ConvWork) -> tuple[int, int]:

@@ -8,12 +8,12 @@ from convgrad.dtypes import DType
 from convgrad_service.plans.cuda.device import HOPPER, SHARED_BYTES
 from convgrad_service.plans.cuda.program import ceil_div
 
-__all__ = ["GROUPS", "ROW_BYTES", "SHAPES", "STATIC_BYTES", "STEP", "Form"]
+__all__ = ["GROUPS", "ROW_BYTES", "STATIC_BYTES", "STEP", "Form", "shapes_of"]
 
 GROUPS, STEP = 64, 16
 """Groups of positions per warpgroup, and channels of a k-step."""
-# With split float32: the most 8-column fragments of a warpgroup, and the most taps along W.
-MOST_SPLIT, MOST_SPLIT_TAPS = 7, 7
+# With split float32, the most 8-column fragments of a warpgroup.
+MOST_SPLIT = 7
 MOST_FINISHED = 4
 ROW_BYTES, ALIGNMENT, STATIC_BYTES = 128, 1024, 1024
 # The slowdown factor of wgmmas that overlap splitting, fitted to an H200.
@@ -22,13 +22,13 @@ SPLIT_CLOCKS = 1.5
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The capacity of an instance: kernel rows, 8-column fragments per kernel row, steps along W,
-    and k-steps of 16 channels of grad_output."""
+    """The capacity of an instance: kernel rows, 8-column fragments per kernel row, k-steps of 16
+    channels of grad_output, and steps along W, 0 for any number."""
 
     rows: int
     eights: int
-    taps: int
     steps: int
+    taps: int = 0
 
     @property
     def columns(self) -> int:
@@ -46,12 +46,23 @@ class Shape:
 
 
 SHAPES = (
-    *(Shape(4, 1, taps, steps) for taps in (2, 4) for steps in (2, 4)),
-    *(Shape(7, 1, taps, steps) for taps in (4, 5, 7) for steps in (2, 4)),
-    *(Shape(rows, 2, 4, steps) for rows in (3, 4) for steps in (2, 4)),
-    *(Shape(4, 1, taps, 8) for taps in (2, 4)),
-    *(Shape(4, 2, 1, steps) for steps in (4, 8)),
+    *(Shape(rows, 1, steps) for rows in (4, 7) for steps in (2, 4, 8)),
+    *(Shape(3, 2, steps) for steps in (2, 4)),
+    *(Shape(4, 2, steps) for steps in (2, 4, 8)),
 )
+# In TF32, where an SM has one block, a loop over steps along W takes 1.2 times as long (16 layers,
+# up to 1.8).
+TF32_SHAPES = (
+    *(Shape(4, 1, steps, taps) for taps in (2, 4) for steps in (2, 4, 8)),
+    *(Shape(7, 1, steps, taps) for taps in (4, 5, 7) for steps in (2, 4)),
+    *(Shape(rows, 2, steps, 4) for rows in (3, 4) for steps in (2, 4)),
+    *(Shape(4, 2, steps, 1) for steps in (4, 8)),
+)
+
+
+def shapes_of(dtype: DType, split: bool) -> tuple[Shape, ...]:
+    """Return the instances' capacities for a dtype, and whether float32 is split."""
+    return TF32_SHAPES if dtype is DType.FLOAT32 and not split else SHAPES
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +75,8 @@ class Form:
         Its dtype, whether float32 is split, and its capacity.
     row_step
         The number of blocks that share the kernel rows: 1 or the stride along H.
-    planes
-        Taps along D.
+    planes, used_taps
+        Taps along D, and the layer's steps along W.
     """
 
     dtype: DType
@@ -73,10 +84,16 @@ class Form:
     shape: Shape
     row_step: int = 1
     planes: int = 1
+    used_taps: int = 1
 
     @property
     def wide(self) -> bool:
         return self.dtype is DType.FLOAT32
+
+    @property
+    def taps(self) -> int:
+        """Steps along W that the instance computes."""
+        return self.shape.taps or self.used_taps
 
     @property
     def stages(self) -> int:
@@ -103,24 +120,21 @@ class Form:
 
     @property
     def weight_bytes(self) -> int:
+        """Bytes of the weights in shared memory."""
         parts = 3 * ceil_div(self.shape.steps * STEP * 2, ROW_BYTES) if self.split else self.subs
-        return parts * self.planes * self.shape.taps * self.shape.columns * ROW_BYTES
+        return parts * self.planes * self.taps * self.shape.columns * ROW_BYTES
 
     @property
     def product_clocks(self) -> float:
         """Clocks of all wgmmas of a warpgroup for a row of y."""
         shape = self.shape
         each = max(shape.columns / 2, 16 + shape.columns / 4)
-        return (
-            shape.taps
-            * shape.steps
-            * each
-            * (6 * SPLIT_CLOCKS if self.split else 2 if self.wide else 1)
-        )
+        factor = 6 * SPLIT_CLOCKS if self.split else 2 if self.wide else 1
+        return self.taps * shape.steps * each * factor
 
     def positions(self, warpgroups: int) -> int:
         """Return the number of positions of y per row that a block of warpgroups reads."""
-        return warpgroups * GROUPS + self.shape.taps - 1
+        return warpgroups * GROUPS + self.taps - 1
 
     def sub_bytes(self, warpgroups: int) -> int:
         return ceil_div(self.positions(warpgroups) * ROW_BYTES, ALIGNMENT) * ALIGNMENT
@@ -134,8 +148,21 @@ class Form:
 
     @property
     def fits(self) -> bool:
-        """Whether the instance fits into registers and shared memory."""
+        """Whether it fits into registers and shared memory."""
         shape = self.shape
-        small = shape.rows * shape.eights <= MOST_SPLIT and shape.taps <= MOST_SPLIT_TAPS
+        small = shape.rows * shape.eights <= MOST_SPLIT
         shared = self.shared_bytes(1) + STATIC_BYTES <= SHARED_BYTES[HOPPER[0]]
         return shared and (small or not self.split)
+
+    @property
+    def wide_rows(self) -> bool:
+        """Whether it has the most rows and channels. On an H200 it took 1.15 and 1.2 times as long
+        as one with fewer rows, of which two blocks share the kernel's (two layers)."""
+        return (self.shape.rows, self.shape.steps) == (7, 8)
+
+    @property
+    def pays(self) -> bool:
+        """Whether col2im is not expected to be faster: on an H200, of 128 channels and more columns
+        in 3D it took 0.6 to 0.85 of the time (6 layers), in 2D 1.0 to 4.7 times as long (12)."""
+        many = self.shape.steps == 8 and self.shape.columns > 32
+        return self.planes == 1 or not many

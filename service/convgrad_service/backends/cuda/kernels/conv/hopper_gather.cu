@@ -51,6 +51,7 @@ constexpr bool kFinishes = PINGPONG ? sizeof(T) == 2 && MAPS == 1 && kMmasM * kF
 __device__ __forceinline__ int mainloop(const HopperGatherArgs& args, const SharedLayout& smem,
                                         PipelineState& state, int steps, int first_row, Sums& sum) {
   clear(sum);
+  const float unscale = *args.unscale;
   int i = 0;
   for_k_tiles(args, steps, [&](auto mmas, int end) {
 #pragma unroll 1
@@ -67,7 +68,7 @@ __device__ __forceinline__ int mainloop(const HopperGatherArgs& args, const Shar
             const u32 rows = smem.stage(stages[of_a]) + first_row * kRowBytes;
             issue_k_tile<decltype(mmas)::value>(accum, rows, smem.stage(stages[of_b]) + kABytes, add);
           },
-          [&](int part) { release_stage(smem, stages[part]); }, sum);
+          [&](int part) { release_stage(smem, stages[part]); }, unscale, sum);
     }
   });
   return -1;

@@ -23,7 +23,7 @@
 #ifndef TAPS
 #define TAPS 1
 #endif
-// The bfloat16 parts that float32 operands are the sums of, of weight 1, 2^-8 and 2^-16 (conv/float_parts.cu).
+// The bfloat16 parts that float32 operands, scaled, are the sums of (conv/float_parts.cu).
 #ifndef PARTS
 #define PARTS 1
 #endif
@@ -81,6 +81,7 @@ struct HopperGatherArgs {
   int y_step[3];
   int r_step[3];
   int images;  // of each of several parts of the source, which follow one another
+  const float* unscale;  // the factor of the sums of parts' products
   GatherPhase phase[MAPS];
 };
 

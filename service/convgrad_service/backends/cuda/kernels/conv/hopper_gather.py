@@ -9,6 +9,7 @@ from typing import Any
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import fill_axes
+from convgrad_service.backends.cuda.kernels.conv.dense_tiles import why_not_few_parts
 from convgrad_service.backends.cuda.kernels.conv.hopper_gather_maps import (
     LAUNCHED_PHASES,
     Combined,
@@ -55,6 +56,8 @@ __all__ = ["HopperGather"]
 # results have a tile 32 channels wide: with 16 to 24 channels on one side, it takes 0.64 to 0.89 of
 # the time of the faster of dense_gather and implicit_gemm (5 1x1 gradients of the input).
 LEAST_CHANNELS, LEAST_CHANNELS_WIDE, FEWEST_CHANNELS = 32, 48, 16
+# Of parts, which are compared by expected times with others.
+LEAST_CHANNELS_OF_PARTS = 9
 # The fewest products per sum with an epilogue, and with channels that are not whole chunks.
 # dense_gather stores such results faster (measured on an H200).
 LEAST_TERMS_FINISHED, LEAST_TERMS_APART = 512, 1152
@@ -68,6 +71,8 @@ UNBOUNDED = 2**31 - 1
 # What the launch before it that transposes a TF32 weight adds, on an H200: the median of 1x1 layers
 # of less than 20 us.
 TRANSPOSED_S = 2.4e-6
+# Of storing planes instead of channels last, fitted on an H200 to 223 gradients of the input, 1x1.
+PLANES_S = 2e-6
 
 
 AxisArgs = structure("conv/hopper_gather.cuh", "GatherAxis")
@@ -114,6 +119,10 @@ class HopperGather:
             return reason
         read, written = work.channels
         least_channels = _least_channels(work, compared=self._direct)
+        if self._parts > 1 and not self._everything:
+            least_channels = LEAST_CHANNELS_OF_PARTS
+            if (reason := why_not_few_parts(work)) is not None:
+                return reason
         if not self._everything and min(read, written) < least_channels:
             return f"{read} to {written} channels would leave most of a tile"
         axes = [gather_axis(work, dim) for dim in range(3)]
@@ -136,9 +145,15 @@ class HopperGather:
         return sides.why_not(axes, tiles_of(work.dtype, self._parts)[0])
 
     def launches(
-        self, work: ConvWork, device: CudaDevice, schedule: Schedule | None = None
+        self,
+        work: ConvWork,
+        device: CudaDevice,
+        schedule: Schedule | None = None,
+        *,
+        unscale: str | None = None,
     ) -> Fragment:
-        """See `Family.launches`. ``schedule`` overrides the chosen schedule."""
+        """See `Family.launches`. ``schedule`` overrides the chosen schedule; ``unscale`` is that
+        of `FloatParts`."""
         axes = [gather_axis(work, dim) for dim in range(3)]
         sides = sides_of(work, device, self._parts)
         schedule = schedule or self._schedule
@@ -152,7 +167,10 @@ class HopperGather:
             schedule = replace(schedule, tile=tiles_of(work.dtype, self._parts)[0])
         tile = schedule.tile
         planes = stores_planes(work) and tile.has_planes
-        steps = [_launch(work, axes, phases, sides, schedule, device) for phases in launched(axes)]
+        steps = [
+            _launch(work, axes, phases, sides, schedule, device, unscale)
+            for phases in launched(axes)
+        ]
         steps[0] = replace(steps[0], overlaps=bool(sides.steps) or work.follows)
         if time_s is None or schedule != chosen:
             time_s = expected_s(work, axes, device, schedule)
@@ -162,7 +180,7 @@ class HopperGather:
             f"{self.name}_{work.direction}_{schedule}{'_planes' if planes else ''}",
             (*sides.steps, *steps),
             sides.workspace,
-            expected_s=time_s,
+            expected_s=time_s + sides.copy_s + PLANES_S * (planes and work.dtype.itemsize == 2),
             order=f"split {tile.split}/{tile.taps}" if tile.split > 1 else "",
         )
 
@@ -202,6 +220,7 @@ def _launch(
     sides: Sides,
     schedule: Schedule,
     device: CudaDevice,
+    unscale: str | None,
 ) -> Launch:
     """Return the launch that computes some phases."""
     tile, planes = schedule.tile, stores_planes(work) and schedule.tile.has_planes
@@ -282,7 +301,9 @@ def _launch(
         ),
         grid,
         (tile.threads, 1, 1),
-        pack_maps(args, given, y=result, accumulate=work.accumulate, bias=work.bias),
+        pack_maps(
+            args, given, y=result, accumulate=work.accumulate, bias=work.bias, unscale=unscale
+        ),
         tile.shared_bytes(stages),
         cluster=tile.split,
     )

@@ -52,7 +52,10 @@ def lowest(axis: Axis, phase: Phase) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Sides:
-    """The operands as the kernel reads and writes them, and the steps that prepare them."""
+    """The operands as the kernel reads and writes them, and the steps that prepare them.
+
+    ``copy_s`` are the expected seconds of the source's copy.
+    """
 
     work: ConvWork
     x: Operand
@@ -61,6 +64,7 @@ class Sides:
     steps: tuple[Step, ...]
     workspace: tuple[Workspace, ...]
     parts: int = 1
+    copy_s: float = 0.0
 
     @property
     def across(self) -> bool:
@@ -161,6 +165,7 @@ def sides_of(work: ConvWork, device: CudaDevice, parts: int = 1) -> Sides:
         work.result,
         overlapping((*x.steps, *w.steps), device, first=work.follows),
         (*x.workspace, *w.workspace),
+        copy_s=x.copy_s,
     )
 
 

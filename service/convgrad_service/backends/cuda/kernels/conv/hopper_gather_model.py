@@ -21,7 +21,7 @@ from convgrad_service.backends.cuda.kernels.conv.hopper_gather_plan import (
     row_tiles,
     taps_of_tiles,
 )
-from convgrad_service.backends.cuda.kernels.conv.hopper_gather_tiles import ROW_BYTES
+from convgrad_service.backends.cuda.kernels.conv.hopper_gather_tiles import ROW_BYTES, HopperTile
 from convgrad_service.backends.cuda.kernels.conv.single_model import Rates, SingleWave, single_s
 from convgrad_service.backends.cuda.kernels.core.gather_axes import Axis
 from convgrad_service.backends.cuda.kernels.layout.channels_last import in_whole_chunks
@@ -40,7 +40,8 @@ PINGPONG_BY_IMAGE = 1.13
 START_S, SCALE = 5.9e-6, 1.09
 # The same for products of parts, which start while the operands are split; bytes per second from
 # and to memory, and the fraction of the shorter of memory and SM time that is not overlapped.
-START_OF_PARTS_S, BYTES_PER_S, BESIDE = 1.45e-6, 4e12, 0.2
+START_OF_PARTS_S, BYTES_PER_S, BESIDE = 6.7e-6, 6.9e12, 0.12
+CHUNK, SECTOR_BYTES = 8, 32
 SINGLE = Rates(
     start=4.345,
     copied=141.6,
@@ -58,19 +59,19 @@ SINGLE = Rates(
 )
 # Fitted to 186 times of 60 random and networks' layers.
 SINGLE_OF_PARTS = Rates(
-    start=0.0,
-    copied=383.0,
-    l2=8490.0,
-    products=0.892,
-    step=0.984,
-    apart_a=1.0,
-    apart_b=1.0,
-    tile=3.87,
-    tile_size=0.199,
+    start=5.36,
+    copied=385.0,
+    l2=7800.0,
+    products=0.956,
+    step=1.02,
+    apart_a=1.7,
+    apart_b=1.7,
+    tile=2.67,
+    tile_size=0.0533,
     join=0.0,
-    joined=0.0,
-    memory=2683.0,
-    beside=0.628,
+    joined=0.0125,
+    memory=4160.0,
+    beside=0.408,
 )
 
 
@@ -168,7 +169,6 @@ def _single_s(
     read, written = work.channels
     chunks = ceil_div(read * work.dtype.itemsize, ROW_BYTES)
     taps = _tile_steps(work, axes, schedule)
-    line = ROW_BYTES // work.dtype.itemsize
     return single_s(
         SingleWave(
             m=tile.m,
@@ -182,7 +182,10 @@ def _single_s(
             slots=tile.clusters(device) * tile.split,
             a_rows=tile.m,
             taps=tile.taps,
-            apart=(read % line != 0, written % line != 0),
+            apart=(
+                _is_apart(read, work.dtype.itemsize, tile),
+                _is_apart(written, work.dtype.itemsize, tile),
+            ),
             moved_bytes=work.elements * work.dtype.itemsize,
             parts=tile.parts,
         ),
@@ -212,15 +215,14 @@ def _busy_s(work: ConvWork, axes: Sequence[Axis], device: CudaDevice, schedule: 
     across = work.direction == "bwd_data" and work.dtype.itemsize == 2
     # Rows of a partial chunk of channels are whole in shared memory and take as long to copy, and
     # longer if they do not start with a cache line.
+    rates = SINGLE_OF_PARTS if tile.parts > 1 else SINGLE
     apart_a, apart_b = (
-        slower if channels * work.dtype.itemsize % ROW_BYTES else 1.0
+        slower if _is_apart(channels, work.dtype.itemsize, tile) else 1.0
         for channels, slower in (
-            (read, SINGLE.apart_a),
-            (written if across else read, SINGLE.apart_b),
+            (read, rates.apart_a),
+            (written if across else read, rates.apart_b),
         )
     )
-    if tile.parts > 1:
-        apart_a = apart_b = 1.0
     step_s = tile.step_s(across, apart_a, apart_b)
     products = counts * step_s
     if tile.pingpong and schedule.images_first:
@@ -236,6 +238,14 @@ def _busy_s(work: ConvWork, axes: Sequence[Axis], device: CudaDevice, schedule: 
     together = float(np.bincount(worker, weights=products).max()) + beside
     alone = float(np.bincount(worker * 2 + turn, weights=products + beside).max())
     return max(together, alone)
+
+
+def _is_apart(channels: int, itemsize: int, tile: HopperTile) -> bool:
+    """Return whether loads of so many channels take longer: rows that are not whole cache lines,
+    or of parts, which are padded to whole chunks, not whole sectors of memory."""
+    if tile.parts == 1:
+        return channels * itemsize % ROW_BYTES != 0
+    return ceil_div(channels, CHUNK) * CHUNK * itemsize % SECTOR_BYTES != 0
 
 
 @lru_cache(maxsize=64)

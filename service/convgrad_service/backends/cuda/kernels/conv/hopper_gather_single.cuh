@@ -52,13 +52,14 @@ __device__ __forceinline__ void issue_k_tile(Accumulators& accum, u32 rows, u32 
   }
 }
 
-// This warpgroup's accumulators over `steps` k-tiles, whose taps of a row start at pixel `first_shift`, + `shift`.
-__device__ __forceinline__ void mainloop(const SharedLayout& smem, int steps, int first_shift, int shift,
-                                         Accumulators& accum) {
+// This warpgroup's accumulators over `steps` k-tiles, of which the first tap of a row starts at pixel `first_shift`.
+__device__ __forceinline__ void mainloop(const HopperGatherArgs& args, const SharedLayout& smem, int steps,
+                                         int first_shift, Accumulators& accum) {
   const int first_row = CONSUMERS == 1 ? 0 : static_cast<int>(threadIdx.x / 128) * kWarpgroupRows;
   const int lane = threadIdx.x & 31;
   PipelineState state;
 #if PARTS > 1
+  const float unscale = *args.unscale;
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
     int stages[PARTS];
@@ -75,9 +76,10 @@ __device__ __forceinline__ void mainloop(const SharedLayout& smem, int steps, in
         [&](int part) {
           if (lane == 0) mbarrier_arrive(smem.empty_barrier(stages[part]));
         },
-        accum);
+        unscale, accum);
   }
 #else
+  const int shift = args.x_tap[2];
   int previous = -1;  // the stage that wgmmas in flight read
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
@@ -196,7 +198,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, CONSUMERS == 1 ? 2 : 1)
     Accumulators accum;
     const GatherAxis& row = phase_of(args, place.tile.phase).axis[2];
     if (PARTS > 1) clear(accum);
-    mainloop(smem, steps, row.x0 - row.low, args.x_tap[2], accum);
+    mainloop(args, smem, steps, row.x0 - row.low, accum);
     if (PARTS == 1 && steps == 0) clear(accum);
     if (split) {
       cluster_wait();

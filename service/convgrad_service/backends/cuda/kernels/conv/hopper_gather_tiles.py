@@ -51,7 +51,7 @@ class Rates:
 # little.
 COOPERATIVE = Rates(865e12, 12e12, 0.35e-6, 3.7e-11)
 PINGPONG = Rates(800e12, 11.3e12, 0.9e-6, 3.7e-11)
-OF_PARTS = Rates(828e12, 8.35e12, 0.365e-6, 5.13e-11)
+OF_PARTS = Rates(938e12, 8.33e12, 0.3e-6, 2.8e-11)
 SHARED = 0.995
 # The most accumulators of a tile with float32 operands.
 MOST_SUMS = 128 * 256

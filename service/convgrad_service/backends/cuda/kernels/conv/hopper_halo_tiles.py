@@ -29,7 +29,7 @@ from convgrad_service.problems.sizes import Size3
 
 __all__ = ["COLUMNS", "GROUPS", "TABLE_BYTES", "HaloTile", "halo_tiles", "some_tile_fits"]
 
-COLUMNS = (64, 112, 144, 176, 208, 240)
+COLUMNS = (64, 112, 144, 208, 240)
 """N of a wgmma, by instance, up to what a warpgroup's registers hold."""
 GROUPS = 2
 """Consumer warpgroups."""

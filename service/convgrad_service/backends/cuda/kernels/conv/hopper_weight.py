@@ -180,7 +180,7 @@ class HopperWeight:
             f"{self.name}_{cut.name}{'_planes' if rows else ''}",
             tuple(steps),
             tuple(workspace),
-            expected_s=time_s,
+            expected_s=time_s + x.copy_s + y.copy_s,
         )
 
     def tuned(self, config: str, work: ConvWork, device: CudaDevice) -> HopperWeight | None:

@@ -13,7 +13,6 @@ from convgrad_service.backends.cuda.kernels.conv.dense_tiles import (
     uses_3xtf32,
     why_not_few_terms,
 )
-from convgrad_service.backends.cuda.kernels.conv.dense_weight import least_terms
 from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_args import (
     MAX_PHASES,
     MAX_PLANE_TAPS,
@@ -97,8 +96,7 @@ class ImplicitGemm:
             return reason
         if work.dtype not in self._dtypes:
             return f"{work.dtype.value} is left to other families"
-        terms = least_terms(work) if work.direction == "bwd_weight" else work.channels[0]
-        if (reason := why_not_few_terms(work, terms)) is not None:
+        if (reason := why_not_few_terms(work)) is not None:
             return reason
         if min(work.in_channels, work.out_channels) < self._least:
             return f"{work.in_channels} to {work.out_channels} channels would leave most of a chunk"

@@ -4,8 +4,9 @@
 //   fprop   pixels            output channels  input channels    K, K
 //   dgrad   pixels            input channels   output channels   K, N
 //   wgrad   output channels   input channels   pixels            M, N
-// or with A and B, and M and N, exchanged: TRANSPOSED where REDUCE is 0. With PLANES, fprop and dgrad of channels
-// first: A is M-major, and tiles of M are pixels of an image.
+// or with A and B, and M and N, exchanged: TRANSPOSED where REDUCE is 0. Channels first, with PLANES, fprop and dgrad:
+// A is M-major, and tiles of M are pixels of an image (TRANSPOSED: B and N); with IMAGES, wgrad: A and B are K-major, and k-tiles are pixels
+// of an image.
 //
 // float32 is multiplied as TF32 by mma.sync (tf32_products.cuh): wgrad with REDUCE 1 or 2.
 //
@@ -15,8 +16,8 @@
 // REDUCE 0: persistent over M: grid (row tiles or fewer, column tiles). A block keeps its column tile and
 //   takes row tiles blockIdx.x, + gridDim.x, ...; with RESIDENT all of B is loaded once. Each warp stores
 //   16 rows of STORED columns at a time by TMA through one of BUFFERS staging buffers, which overlaps the next
-//   mainloop. With TRANSPOSED, rows and columns change places: a block keeps its row tile. With TRANSPOSED or
-//   PLANES, each warpgroup stores 64 rows, which are contiguous in the result.
+//   mainloop. With TRANSPOSED, rows and columns change places: a block keeps its row tile. With either TRANSPOSED
+//   or PLANES, each warpgroup stores 64 rows, which are contiguous in the result.
 // PINGPONG (REDUCE 0): the block's two warpgroups take its tiles in turn, BM rows each, so that one's epilogue
 //   overlaps the other's mainloop. A mainloop starts once the other's wgmmas are issued: otherwise a warpgroup could
 //   take an earlier k-tile's arrival for that of its own, as mbarriers tell two phases apart. Same sums as without.
@@ -129,9 +130,9 @@ __device__ __forceinline__ void consume_row_tiles(const PointwiseGemmArgs& args,
     mainloop(smem, state, work.steps, accum, smem.order_barrier(turn ^ 1));
     if (kPingPong) state.skip(work.steps, smem.stages);
     if (!kTransposed && !args.plain) apply_alpha_bias(args, work.column, accum);
+    const int image = kPlanes ? tile / args.image_tiles : 0, tile_in = kPlanes ? tile - image * args.image_tiles : tile;
     if constexpr (kStoresColumns) {
-      const int image = kPlanes ? tile / args.image_tiles : 0;
-      const int row = (kPlanes ? (tile - image * args.image_tiles) * BM : work.column) + warp / 4 * kNextRows;
+      const int row = (kPlanes ? tile_in * BM : work.column) + warp / 4 * kNextRows;
       const int first = kPlanes ? work.column : tile * BN;
 #pragma unroll
       for (int i = 0; i < kMmasM * (BN / kStoredColumns); ++i) {
@@ -158,8 +159,8 @@ __device__ __forceinline__ void consume_row_tiles(const PointwiseGemmArgs& args,
       if (lane == 0) tma_store_wait_read<BUFFERS - 1>();
       __syncwarp();
       store_rows(args, staging + buffer * kStagingBytes,
-                 tile * BM + warp / 4 * kNextRows + part * 64 + warp % 4 * 16, work.column + column,
-                 accum[part], column / 8);
+                 (kTransposed ? work.column : tile * BM) + warp / 4 * kNextRows + part * 64 + warp % 4 * 16,
+                 (kTransposed ? tile_in * BN : work.column) + column, image, accum[part], column / 8);
       if (++buffer == BUFFERS) buffer = 0;
     }
   }
@@ -291,13 +292,24 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                                                 : kAllStagingBytes);
   const BlockWork work(args);
   const int warp = threadIdx.x / 32;
-  if (warp == kProducerA) {
-    produce<OperandA, true>(args, smem, work);
+  if (kShifted && warp >= kProducerA + kProducers / 32) {
+    align_planes(args, smem, work);
+  } else if (kShifted && warp == kProducerB + 1) {
+    // What is not shifted is loaded by one warp.
+    if constexpr (kShiftsA) {
+      produce<OperandA, ShiftedA, true>(args, smem, work, 1);
+    } else {
+      sync_block();
+    }
+  } else if (kShifted && warp == kProducerB + 2) {
+    produce<OperandB, ShiftedB, false>(args, smem, work, 1);
+  } else if (warp == kProducerA) {
+    produce<OperandA, ShiftedA, true>(args, smem, work, 0);
   } else if (warp == kProducerB) {
     if constexpr (RESIDENT) {
       sync_block();
     } else {
-      produce<OperandB, false>(args, smem, work);
+      produce<OperandB, ShiftedB, false>(args, smem, work, 0);
     }
   } else {
     const Reduce reduce(smem.pointer(smem.staging), smem.reduce_barrier(), rank, kClusterSplit ? args.cluster : 1,

@@ -30,13 +30,18 @@ struct PointwiseGemmArgs {
   int slices;          // see reduce_in_grid (REDUCE 2 only)
   int depth;
   int a_whole, b_whole;  // see GemmOperand
-  int image_tiles;       // row tiles of an image (PLANES only)
+  int image_tiles;       // row tiles of an image (PLANES), or its k-tiles (IMAGES)
+  // SHIFTED only: pixels of an image, channels that start together (ShiftedPlanes), strides of channels and of the
+  // result's images in elements, and the result's pixels that are stored at once.
+  int pixels, together, a_channel, b_channel, stored_pixels;
+  i64 image_stride;
 };
 
 // One operand of a k-tile, in shared memory as boxes of rows of kRowBytes with a swizzle of that width.
 // K-major: a box row is kRowBytes along K of one row of the operand; enough boxes for kDepth. MN-major: a
-// box row is one element of K; enough boxes for the tile's kExtent rows.
-template <class T, bool kMn, int kRowBytes, int kExtent, int kDepth>
+// box row is one element of K; enough boxes for the tile's kExtent rows. With kImages, K-major, K is the pixels of
+// several images.
+template <class T, bool kMn, int kRowBytes, int kExtent, int kDepth, bool kImages = false>
 struct GemmOperand {
   static constexpr int kRowElements = kRowBytes / static_cast<int>(sizeof(T));
   static constexpr int kBoxes = kMn ? (kExtent + kRowElements - 1) / kRowElements : kDepth / kRowElements;
@@ -47,7 +52,7 @@ struct GemmOperand {
   static_assert(kMn || kDepth % kRowElements == 0, "whole rows");
   static_assert(kBoxBytes % (8 * kRowBytes) == 0, "swizzled patterns repeat");
 
-  // By one thread: loads k-tile `step` of the operand's rows from `first` on, MN-major those of `image`; in a
+  // By one thread: loads k-tile `step` of the operand's rows from `first` on, or of `image`; MN-major in a
   // single copy if the boxes cover all of the operand's rows (`whole`). With kMulticast to the blocks `to_blocks`.
   template <bool kMulticast = false>
   __device__ __forceinline__ static void load(u32 to, const TensorMap& map, u32 barrier, int first,
@@ -55,7 +60,12 @@ struct GemmOperand {
     if constexpr (!kMn) {
 #pragma unroll
       for (int i = 0; i < kBoxes; ++i) {
-        box<kMulticast, 2>(to_blocks, to + i * kBoxBytes, map, barrier, {step * kDepth + i * kRowElements, first});
+        const int k = step * kDepth + i * kRowElements;
+        if constexpr (kImages) {
+          box<kMulticast, 3>(to_blocks, to + i * kBoxBytes, map, barrier, {k, first, image});
+        } else {
+          box<kMulticast, 2>(to_blocks, to + i * kBoxBytes, map, barrier, {k, first});
+        }
       }
     } else if (whole) {
       box<kMulticast, 3>(to_blocks, to, map, barrier, {0, step * kDepth, first / kRowElements});

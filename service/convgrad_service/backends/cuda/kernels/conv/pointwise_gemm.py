@@ -5,12 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from math import prod
 from typing import Any
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_configs import every_config, sharing
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_model import chosen
+from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_products import (
+    CHUNK,
+    SIDE,
+    products_of,
+)
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_tiles import (
     ITEM_BYTES,
     ROW_BYTES,
@@ -22,7 +26,6 @@ from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_tiles import (
 from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS
 from convgrad_service.backends.cuda.kernels.core.limits import DTYPES, IN_16_BITS, Requirements
 from convgrad_service.backends.cuda.kernels.core.tensor_maps import TiledMap, pack_maps
-from convgrad_service.backends.cuda.kernels.layout.planes import flat_planes
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import HOPPER, CudaDevice
 from convgrad_service.plans.cuda.program import (
@@ -34,11 +37,9 @@ from convgrad_service.plans.cuda.program import (
     Workspace,
 )
 from convgrad_service.plans.cuda.works import ConvWork, Operand
-from convgrad_service.problems.sizes import Size3
 
-__all__ = ["PointwiseGemm", "products_of"]
+__all__ = ["PointwiseGemm"]
 
-CHUNK = 16 // ITEM_BYTES
 LINE_BYTES, WIDEST = 128, 256
 COUNTERS = ZEROS_BYTES // 4
 SWAPPED = "_swapped"
@@ -54,7 +55,7 @@ NEEDS = Requirements(DTYPES, tf32=True, hopper=True)
 class PointwiseGemm:
     """fwd, bwd_data and bwd_weight of 1x1 kernels and stride 1 in 16 bits, the last also in TF32.
 
-    Channels last, or but for bwd_weight channels first in planes of whole chunks.
+    Channels last, or channels first in planes of whole chunks.
     """
 
     name = "pointwise_gemm"
@@ -77,9 +78,10 @@ class PointwiseGemm:
         swapped
             Whether ``config`` is for the product with A and B exchanged, if there is one.
         most_s
-            The longest expected time of work that it takes, in seconds.
+            The longest expected time of work that it takes, in seconds. A finite one takes no
+            planes that do not start at multiples of 16 bytes.
         planes
-            Whether it takes channels first alone.
+            Whether it takes only channels first, in planes that start at multiples of 16 bytes.
         dtypes
             Dtypes that it takes.
         """
@@ -102,8 +104,11 @@ class PointwiseGemm:
         products = products_of(work)
         if not products:
             return "rows without a single stride, or not of whole 16-byte chunks"
-        if self._planes and not products[0].images:
+        first = products[0]
+        if self._planes and not (first.images or first.summed_images):
             return "channels last"
+        if first.shifted and (self._planes or self._most_s < math.inf):
+            return "planes that do not start at multiples of 16 bytes"
         if self._config is not None:
             return None
         found = chosen(products, device, COUNTERS)
@@ -137,11 +142,12 @@ class PointwiseGemm:
         b_map = b, _map(work.dtype, product, config, product.b, config.n)
         d_map = result, _result_map(work.dtype, product, config)
         by_tma = not config.reduces and result.dtype is work.dtype
+        by_tma &= not (product.shifted and product.images)
         stages = config.stages(product, device)
         launch = Launch(
             _instance(work.dtype, config, product),
             config.grid(product, device),
-            (config.threads, 1, 1),
+            (config.threads(product), 1, 1),
             pack_maps(
                 _arguments(work, product, config, stages),
                 # Only TMA stores need a tensor map of the result, which not every result can have.
@@ -172,11 +178,15 @@ class PointwiseGemm:
 
     def instances(self) -> Iterable[Instance]:
         # Whether A and B are MN-major: fwd, bwd_data and bwd_weight; then the former two transposed
-        # and of planes.
+        # and of planes, then bwd_weight of planes.
         majors = (False, False), (False, True), (True, True)
         products = [_like(a, b, transposed=False) for a, b in majors]
         products += [_like(b, a, transposed=True) for a, b in majors[:2]]
         products += [replace(_like(True, b, transposed=False), images=1) for _, b in majors[:2]]
+        planes = replace(_like(True, True, transposed=True), images=1)
+        products += [replace(planes, together=SIDE)]
+        weights = replace(_like(False, False, transposed=False), summed_images=1)
+        products += [weights, replace(weights, together=SIDE)]
         found = {
             _instance(dtype, one, product): None
             for dtype in IN_16_BITS
@@ -216,7 +226,15 @@ def _arguments(work: ConvWork, product: Product, config: Config, stages: int) ->
     args.b_pitch = product.b.pitch
     args.a_whole = config.is_whole(product.a, config.m)
     args.b_whole = config.is_whole(product.b, config.n)
-    args.image_tiles = config.tiles(product)[0] // max(product.images, 1)
+    args.image_tiles = args.row_tiles // max(product.images, 1)
+    if product.summed_images:
+        args.image_tiles = config.image_steps(product)
+    if product.shifted:
+        args.pixels = (product.depth if product.summed_images else product.columns) // work.batch
+        args.a_channel, args.b_channel = product.a.pitch, product.b.pitch
+        args.together, args.image_stride = product.together, product.image_stride
+        strides = product.row_stride, product.image_stride
+        args.stored_pixels = math.gcd(args.pixels, *strides, CHUNK)
     return args
 
 
@@ -231,105 +249,6 @@ def _operands(work: ConvWork) -> tuple[Operand, Operand]:
     return work.y, work.w if work.direction == "bwd_data" else work.x
 
 
-def products_of(work: ConvWork) -> tuple[Product, ...]:
-    """Return the GEMMs that compute the work: none, one, or two, with A and B exchanged.
-
-    There is none if rows are not whole chunks.
-    """
-    x, y = _pitch(work.x, work.batch, work.input), _pitch(work.y, work.batch, work.output)
-    _, k, c, *_ = work.w.strides
-    inputs, outputs, pixels = work.in_channels, work.out_channels, work.pixels
-    if work.direction != "bwd_weight" and work.dtype is DType.FLOAT32:
-        return ()
-    if x is not None and _writes_planes(work):
-        a, b = Matrix(pixels, x, mn=False), Matrix(outputs, k, mn=False)
-        whole = x % CHUNK == k % CHUNK == 0
-        return (Product(a, b, inputs, 1, work.y.strides[2], stores=True),) if whole else ()
-    if c != 1 and inputs > 1:
-        return ()
-    if x is None and y is None:
-        return _planes(work)
-    if x is None or y is None:
-        return ()
-    if work.direction == "bwd_weight":
-        item_bytes = work.dtype.itemsize
-        if max(x * item_bytes % 16, y * item_bytes % 16):
-            return ()
-        row = Matrix(outputs, y, mn=True, item_bytes=item_bytes)
-        column = Matrix(inputs, x, mn=True, item_bytes=item_bytes)
-        stores = item_bytes == ITEM_BYTES and _stores(work, k)
-        return (
-            Product(row, column, pixels, k, 1, stores),
-            Product(column, row, pixels, 1, k, stores=False, swapped=True),
-        )
-    backward = work.direction == "bwd_data"
-    read, written, depth = (y, x, outputs) if backward else (x, y, inputs)
-    if read % CHUNK or k % CHUNK:
-        return ()
-    a = Matrix(pixels, read, mn=False)
-    b = Matrix(inputs if backward else outputs, k, mn=backward)
-    product = Product(a, b, depth, written, 1, _stores(work, written))
-    if not (product.stores and work.epilogue_free):
-        return (product,)
-    return product, Product(b, a, depth, 1, written, stores=True, swapped=True)
-
-
-def _planes(work: ConvWork) -> tuple[Product, ...]:
-    """Return the GEMM of a convolution of channels first: none or one."""
-    flat, k = flat_planes(work), work.w.strides[1]
-    if flat is None or work.direction == "bwd_weight" or k % CHUNK:
-        return ()
-    source, result = flat.sides
-    depth, columns = work.channels
-    # Any valid stride where there is one image.
-    image, _, channel, *_ = source.strides
-    a = Matrix(work.pixels, channel, mn=True, image=image if work.batch > 1 else channel)
-    b = Matrix(columns, k, mn=work.direction == "bwd_data")
-    image, _, channel, *_ = result.strides
-    image = image if work.batch > 1 else channel
-    if not _stores(work, channel):
-        return ()
-    return (Product(a, b, depth, 1, channel, stores=True, images=work.batch, image_stride=image),)
-
-
-def _writes_planes(work: ConvWork) -> bool:
-    """Whether a forward pass of one row of pixels writes float32 planes: the products of col2im."""
-    return (
-        work.direction == "fwd"
-        and work.result_dtype is not work.dtype
-        and work.epilogue_free
-        and work.pixels == work.output[2]
-        and work.y.strides[5] == 1
-    )
-
-
-def _stores(work: ConvWork, pitch: int) -> bool:
-    """Return `Product.stores`."""
-    return (
-        work.accumulate is None
-        and work.activation == "none"
-        and work.result_dtype is work.dtype
-        and pitch % CHUNK == 0
-    )
-
-
-def _pitch(operand: Operand, batch: int, size: Size3) -> int | None:
-    """Return the pixel stride of an operand with contiguous channels, or None if it varies."""
-    n, _, channel, *spatial = operand.strides
-    if channel != 1:
-        return None
-    found, count = None, 1
-    for stride, extent in zip((*reversed(spatial), n), (*reversed(size), batch), strict=True):
-        if extent == 1:
-            continue
-        if found is None:
-            found = stride // count
-        if stride != found * count:
-            return None
-        count *= extent
-    return found or prod((spatial[2] or n,))
-
-
 def _map(dtype: DType, product: Product, config: Config, matrix: Matrix, extent: int) -> TiledMap:
     """Return the tensor map of an operand, whose boxes `GemmOperand` loads."""
     row_bytes = config.row_bytes(matrix, extent)
@@ -338,6 +257,29 @@ def _map(dtype: DType, product: Product, config: Config, matrix: Matrix, extent:
     # an H200 (125 configurations, at most 1.03), but 1.02 with the widest tiles (27).
     gradient = (product.a.mn or product.b.mn) and not product.images
     fetched = LINE_BYTES if gradient and config.n < WIDEST else 2 * LINE_BYTES
+    if product.shifted and matrix.image:
+        # Boxes of one of each `together` channels.
+        pixels = product.depth if product.summed_images else matrix.rows
+        channels = matrix.rows if product.summed_images else product.depth
+        at_once = extent if product.summed_images else config.depth
+        side, images = product.together, product.summed_images or product.images
+        return TiledMap(
+            dtype,
+            ((side - 1) * matrix.pitch + pixels // images, channels // side, images),
+            (side * pitch, matrix.image * ITEM_BYTES),
+            swizzle=row_bytes,
+            box=(wide, at_once // side, 1),
+            l2_bytes=fetched,
+        )
+    if not matrix.mn and matrix.image:
+        return TiledMap(
+            dtype,
+            (product.depth // product.summed_images, matrix.rows, product.summed_images),
+            (pitch, matrix.image * ITEM_BYTES),
+            swizzle=row_bytes,
+            box=(wide, extent, 1),
+            l2_bytes=fetched,
+        )
     if not matrix.mn:
         sizes, box = (product.depth, matrix.rows), (wide, extent)
         return TiledMap(dtype, sizes, (pitch,), swizzle=row_bytes, box=box, l2_bytes=fetched)
@@ -365,9 +307,18 @@ def _map(dtype: DType, product: Product, config: Config, matrix: Matrix, extent:
 def _result_map(dtype: DType, product: Product, config: Config) -> TiledMap:
     """Return the tensor map of the result.
 
-    Its box is 16 rows of a block of columns; transposed or of planes, 64 rows of all columns of a
-    tile.
+    Its box is 16 rows of a block of columns; either transposed or of planes, 64 rows of all columns
+    of a tile.
     """
+    rows_box = config.d_bytes // ITEM_BYTES or config.stored_columns(product), SLAB_ROWS
+    if product.images and product.transposed:
+        return TiledMap(
+            dtype,
+            (product.columns // product.images, product.rows, product.images),
+            (product.row_stride * ITEM_BYTES, product.image_stride * ITEM_BYTES),
+            swizzle=config.d_bytes,
+            box=(*rows_box, 1),
+        )
     if product.images:
         return TiledMap(
             dtype,
@@ -389,5 +340,5 @@ def _result_map(dtype: DType, product: Product, config: Config) -> TiledMap:
         (product.columns, product.rows),
         (product.row_stride * ITEM_BYTES,),
         swizzle=config.d_bytes,
-        box=(config.d_bytes // ITEM_BYTES or config.stored_columns(product), SLAB_ROWS),
+        box=rows_box,
     )

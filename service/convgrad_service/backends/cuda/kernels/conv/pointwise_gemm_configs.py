@@ -14,7 +14,7 @@ SHALLOW, USUAL, DEEP = (16, 32), 64, 128
 
 # M and N of tiles by `Product.menu` and the K of a k-tile: those of all measured and tuned layers,
 # and others that shorten 8,500 products of networks' and random layers the most (docs/kernels.md).
-Tiles = Mapping[str, Mapping[int, Mapping[int, tuple[int, ...]]]]
+Tiles = dict[str, Mapping[int, Mapping[int, tuple[int, ...]]]]
 # Blocks are persistent and TMA stores results.
 STORED: Tiles = {
     "gather": {
@@ -34,10 +34,13 @@ STORED: Tiles = {
         64: {64: (16, 32, 48), 128: (80, 192, 256), 192: (64, 128), 256: (64,)},
     },
     "planes": {
-        64: {64: (64, 128), 128: (32, 64, 128, 192, 256), 256: (64, 96)},
+        64: {64: (32,), 128: (16, 32, 192, 256), 256: (64, 96)},
     },
     "planes_forward": {
         64: {64: (64,), 128: (32, 64, 128, 192, 256), 256: (64, 96, 128)},
+    },
+    "planes_transposed_shifted": {
+        64: {64: (56, 112, 224), 128: (56, 112), 192: (56,), 256: (56,)},
     },
     "transposed": {
         64: {64: (144, 176), 128: (96, 104, 112, 192), 192: (104, 144, 192)},
@@ -64,7 +67,7 @@ RESIDENT: Tiles = {
         64: {64: (32, 48), 128: (16, 80, 96, 160)},
     },
     "planes": {
-        64: {128: (32, 64, 96, 128)},
+        64: {64: (64,), 128: (16, 32, 64, 80, 96)},
     },
     "planes_forward": {
         64: {128: (32, 64, 96)},
@@ -111,8 +114,24 @@ SHARED: Tiles = {
     },
 }
 SHARING = (2, 4)
+# As STORED, in planes: warpgroups take tiles in turn.
+IN_TURN: Tiles = {
+    "planes": {64: {64: (128,), 128: (32, 64, 128)}},
+    "planes_transposed_shifted": {64: {64: (112,), 128: (56,)}},
+}
 # Tiles of STORED that warpgroups can take in turn, also in such clusters.
 ALTERNATE: Tiles = {"gather": {64: {128: (128,)}}}
+
+
+# Weight gradients channels first: as channels last. Those of planes that are aligned first: tiles
+# of whole blocks of 64 channels.
+_BLOCKS: Mapping[int, Mapping[int, tuple[int, ...]]] = {
+    64: {64: (64, 128), 128: (64, 128)},
+    128: {64: (64,)},
+}
+for _ways in (STORED, IN_CLUSTER, IN_GRID):
+    _ways["weight_planes"] = _ways["weight"]
+    _ways["weight_planes_shifted"] = _BLOCKS
 
 
 def sharing(config: Config, product: Product) -> Iterator[Config]:
@@ -132,6 +151,7 @@ def every_config(menu: str) -> Iterator[Config]:
     for ways, options in (
         (STORED, {}),
         (RESIDENT, {"resident": True}),
+        (IN_TURN, {"alternate": True}),
         (IN_CLUSTER, {"cluster": 1}),
         (IN_GRID, {"parts": 2}),
     ):

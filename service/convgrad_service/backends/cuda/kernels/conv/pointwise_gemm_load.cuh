@@ -2,6 +2,7 @@
 #pragma once
 
 #include "conv/pointwise_gemm.cuh"
+#include "conv/pointwise_gemm_shift.cuh"
 #include "core/result_run.cuh"
 #include "core/split_k_reduce.cuh"
 
@@ -10,22 +11,43 @@ using namespace convgrad;
 namespace {
 
 using T = ELEMENT;
-using OperandA = GemmOperand<T, A_MN != 0, A_BYTES, BM, DEPTH>;
-using OperandB = GemmOperand<T, B_MN != 0, B_BYTES, BN, DEPTH>;
+// Whether K is pixels of planes, one per row of A and of B, of several images. No k-tile spans two images.
+constexpr bool kImages = IMAGES != 0;
+using OperandA = GemmOperand<T, A_MN != 0, A_BYTES, BM, DEPTH, kImages>;
+using OperandB = GemmOperand<T, B_MN != 0, B_BYTES, BN, DEPTH, kImages>;
 // Whether two warpgroups take alternate tiles, so that one's epilogue overlaps the other's mainloop.
 constexpr bool kPingPong = PINGPONG != 0;
 constexpr int kWarpgroupRows = BM / (kPingPong ? 1 : CONSUMERS), kMmasM = kWarpgroupRows / 64, kFragmentsN = BN / 8;
 // Rows from one warpgroup's part of a tile to the next one's, and the warps that read a stage.
 constexpr int kNextRows = kPingPong ? 0 : kWarpgroupRows, kTileWarps = kPingPong ? 4 : CONSUMERS * 4;
-constexpr int kConsumers = CONSUMERS * 128, kThreads = kConsumers + 64;
+// Whether planes do not start at multiples of 16 bytes; other warps then align what the producers copy.
+constexpr bool kShifted = SHIFTED != 0, kShiftsA = kShifted && kImages;
+static_assert(!kShifted || kImages || (PLANES && TRANSPOSED), "operands that can be shifted");
+// Of planes, pixels are along K or along N.
+constexpr int kPixelBoxes = kShifted ? (kImages ? DEPTH / 64 : BN / kBoxPixels) : 1;
+constexpr int kPixelChunks = kShifted ? (kImages ? DEPTH : BN) / 8 : 8;
+static_assert(!kShifted || kImages || BN % kBoxPixels == 0, "whole boxes");
+using ShiftedA = ShiftedPlanes<T, kShiftsA ? BM : 64, kPixelBoxes, kPixelChunks>;
+using ShiftedB = ShiftedPlanes<T, kShifted ? (kImages ? BN : DEPTH) : 64, kPixelBoxes, kPixelChunks>;
+// Pixels of an image in a k-tile (IMAGES).
+constexpr int kTilePixels = kShifted ? kPixelBoxes * kBoxPixels : DEPTH;
+// Warps that load an operand, of which two share what is shifted, and threads that align it.
+constexpr int kParts = kShifted ? 2 : 1, kProducers = kParts * 64, kAligners = kShifted ? 128 : 0;
+constexpr int kConsumers = CONSUMERS * 128, kThreads = kConsumers + kProducers + kAligners;
 constexpr int kProducerA = CONSUMERS * 4, kProducerB = kProducerA + 1;
-constexpr u32 kStageBytes = OperandA::kBytes + (RESIDENT ? 0 : OperandB::kBytes);
+// A stage: operands as wgmma reads them, then as they were copied where they are shifted.
+constexpr u32 kOperandBytes = OperandA::kBytes + (RESIDENT ? 0 : OperandB::kBytes);
+constexpr u32 kShiftedABytes = kShiftsA ? ShiftedA::kBytes : 0;
+constexpr u32 kShiftedBytes = kShiftedABytes + (kShifted ? ShiftedB::kBytes : 0);
+constexpr u32 kStageBytes = kOperandBytes + kShiftedBytes;
+static_assert(!kShifted || kOperandBytes % 1024 == 0, "swizzle atoms");
 // Whether the result's columns are contiguous; blocks then are persistent over N.
 constexpr bool kTransposed = TRANSPOSED != 0;
-// Whether rows are pixels of planes, one per element of K in A and per column in the result, of several images.
+// Whether rows (TRANSPOSED: columns) are pixels of planes, one per element of K and per column (row) of the result, of
+// several images.
 constexpr bool kPlanes = PLANES != 0;
 // Whether columns of the result are stored, whose rows are contiguous.
-constexpr bool kStoresColumns = kTransposed || kPlanes;
+constexpr bool kStoresColumns = kTransposed != kPlanes;
 // Staging buffer of a warp's 16 rows and STORED columns: boxes of D_BYTES per row, swizzled by that width (0: one
 // box). Where columns are stored, of a warpgroup's 64 rows: one box of 128 bytes per column.
 constexpr int kStoredColumns = STORED;
@@ -63,6 +85,11 @@ struct SharedLayout {
   __device__ __forceinline__ u32 full_barrier(int stage) const { return barriers + stage * 8; }
   __device__ __forceinline__ u32 empty_barrier(int stage) const { return barriers + (stages + stage) * 8; }
   __device__ __forceinline__ u32 reduce_barrier() const { return barriers + 2 * stages * 8; }
+  // Of what is copied, to be aligned.
+  __device__ __forceinline__ u32 shifted_a(int stage) const { return a(stage) + kOperandBytes; }
+  __device__ __forceinline__ u32 shifted_b(int stage) const { return shifted_a(stage) + kShiftedABytes; }
+  __device__ __forceinline__ u32 copied_barrier(int stage) const { return reduce_barrier() + 16 + stage * 8; }
+  __device__ __forceinline__ u32 aligned_barrier(int stage) const { return copied_barrier(stages + stage); }
   // Of two warpgroups that take alternate tiles: completed when the other one has issued its tile's wgmmas.
   __device__ __forceinline__ u32 order_barrier(int warpgroup) const { return reduce_barrier() + warpgroup * 8; }
   // By `sharing` lanes of each warp whose wgmmas have read a stage: frees it for the blocks that load it.
@@ -110,32 +137,71 @@ struct BlockWork {
   }
 };
 
+// Where K is the pixels of several images: the image of a k-tile, and its k-tile. Steps without dividing.
+struct ImageStep {
+  int image, k_tile;
+
+  __device__ __forceinline__ ImageStep(int step, int tiles) : image(step / tiles), k_tile(step - image * tiles) {}
+  __device__ __forceinline__ void add(const ImageStep& other, int tiles) {
+    image += other.image, k_tile += other.k_tile;
+    if (k_tile >= tiles) k_tile -= tiles, ++image;
+  }
+};
+
 // The producer of one operand: one thread loads k-tile after k-tile. The blocks that share the operand take
 // turns to load one for all.
-template <class Side, bool kRows>
+template <class Side, class Shifted, bool kRows>
 struct Producer {
   const TensorMap& map;
   const BlockWork& work;
-  const int row_tiles, single_copy;
+  const int row_tiles, single_copy, image_tiles;
   int row, step = 0;
+  // With IMAGES: the first k-tile, what leads from one to the next, and the next.
+  const ImageStep first, each;
+  ImageStep at;
   PipelineState state{1};
   int turn = 0;
+  const int part, together, pixels_stride;
+  static constexpr bool kShifts = kRows ? kShiftsA : kShifted;
   static constexpr bool kShared = kMulticast && kRows == kTransposed;
 
-  __device__ __forceinline__ Producer(const PointwiseGemmArgs& args, const BlockWork& work)
+  __device__ __forceinline__ Producer(const PointwiseGemmArgs& args, const BlockWork& work, int part)
       : map(kRows ? args.a_map : args.b_map),
         work(work),
         row_tiles(kMulticast ? work.row_end(args) : args.row_tiles),
         single_copy(kRows ? args.a_whole : args.b_whole),
-        row(work.row) {}
+        image_tiles(kImages ? args.image_tiles : 1),
+        row(work.row),
+        first(kImages ? work.begin : 0, image_tiles),
+        each(kImages ? work.k_step : 0, image_tiles),
+        at(first),
+        part(part),
+        together(kShifts ? args.together : 1),
+        pixels_stride(kRows ? args.a_channel : args.b_channel) {}
+  // Completes when the next stage may be overwritten.
+  __device__ __forceinline__ u32 free_barrier(const SharedLayout& smem) const {
+    return kShifts ? smem.aligned_barrier(state.index) : smem.empty_barrier(state.index);
+  }
   __device__ __forceinline__ bool has_next() const { return row < row_tiles && work.steps > 0; }
   __device__ __forceinline__ void next(const SharedLayout& smem) {
-    const u32 to = kRows ? smem.a(state.index) : smem.b(state.index),
-              barrier = smem.full_barrier(state.index);
-    mbarrier_arrive_expect_tx(barrier, Side::kBytes);
+    const u32 to = kShifts ? (kRows ? smem.shifted_a(state.index) : smem.shifted_b(state.index))
+                           : (kRows ? smem.a(state.index) : smem.b(state.index));
+    const u32 barrier = kShifts ? smem.copied_barrier(state.index) : smem.full_barrier(state.index);
+    if (!kShifts) mbarrier_arrive_expect_tx(barrier, Side::kBytes);
     const int k_tile = work.begin + step * (kGridSplit ? work.k_step : 1);
     constexpr int kExtent = kRows ? BM : BN;
-    if constexpr (kPlanes && kRows) {
+    if constexpr (kShifts && kImages) {
+      Shifted::template load<kParts>(to, map, barrier, part, together, pixels_stride, kRows ? row * kExtent : work.column,
+                                     at.k_tile * kTilePixels, at.image);
+      at.add(each, image_tiles);
+    } else if constexpr (kShifts) {
+      const int image = row / work.image_tiles;
+      Shifted::template load<kParts>(to, map, barrier, part, together, pixels_stride, k_tile * DEPTH,
+                                     (row - image * work.image_tiles) * kExtent, image);
+    } else if constexpr (kImages) {
+      Side::load(to, map, barrier, kRows ? row * kExtent : work.column, at.k_tile, 0, at.image);
+      at.add(each, image_tiles);
+    } else if constexpr (kPlanes && kRows != kTransposed) {
       const int image = row / work.image_tiles;
       Side::load(to, map, barrier, (row - image * work.image_tiles) * kExtent, k_tile, 0, image);
     } else if constexpr (kShared) {
@@ -146,7 +212,7 @@ struct Producer {
     } else {
       Side::load(to, map, barrier, kRows != kTransposed ? row * kExtent : work.column, k_tile, single_copy);
     }
-    if (++step == work.steps) step = 0, row += work.row_step;
+    if (++step == work.steps) step = 0, row += work.row_step, at = first;
     state.advance(smem.stages);
   }
 };
@@ -174,15 +240,20 @@ __device__ __forceinline__ void leave_cluster() {
 
 // A producer warp. A's initialises the pipeline's mbarriers and issues its first load before the block
 // synchronises.
-template <class Side, bool kRows>
+template <class Side, class Shifted, bool kRows>
 __device__ __forceinline__ void produce(const PointwiseGemmArgs& args, const SharedLayout& smem,
-                                        const BlockWork& work) {
-  Producer<Side, kRows> producer(args, work);
+                                        const BlockWork& work, int part) {
+  Producer<Side, Shifted, kRows> producer(args, work, part);
   const bool elected = elect_one();
   if (elected) {
-    if constexpr (kRows) {
+    if (kRows && part == 0) {
+      constexpr int kCopied = RESIDENT || kShifted ? 1 : 2;
       for (int i = 0; i < smem.stages; ++i) {
-        mbarrier_init(smem.full_barrier(i), RESIDENT ? 1 : 2);
+        mbarrier_init(smem.full_barrier(i), kShiftsA ? kAligners / 32 : kCopied + kAligners / 32);
+        if constexpr (kShifted) {
+          mbarrier_init(smem.copied_barrier(i), kShiftsA ? 2 * kParts : kParts);
+          mbarrier_init(smem.aligned_barrier(i), kAligners / 32);
+        }
         mbarrier_init(smem.empty_barrier(i), (kMulticast ? smem.sharing : 1) * kTileWarps);
       }
       for (int i = 0; kPingPong && i < CONSUMERS; ++i) mbarrier_init(smem.order_barrier(i), kTileWarps);
@@ -192,17 +263,53 @@ __device__ __forceinline__ void produce(const PointwiseGemmArgs& args, const Sha
       prefetch_tensor_map(args.b_map);
     }
     wait_on_dependent_grids();
-    if (kRows && !producer.kShared && producer.has_next()) producer.next(smem);
+    if (kRows && part == 0 && !producer.kShared && producer.has_next()) producer.next(smem);
   }
   sync_block();
   if (elected) {
 #pragma unroll 1
     while (producer.has_next()) {
-      mbarrier_wait(smem.empty_barrier(producer.state.index), producer.state.parity);
+      mbarrier_wait(producer.free_barrier(smem), producer.state.parity);
       producer.next(smem);
     }
   }
   __syncwarp();
+  if (kClusterSplit) cluster_wait();
+}
+
+// A warp that aligns what the producers copied (SHIFTED).
+__device__ __forceinline__ void align_planes(const PointwiseGemmArgs& args, const SharedLayout& smem,
+                                             const BlockWork& work) {
+  const int thread = threadIdx.x - kConsumers - kProducers;
+  const int image_tiles = kImages ? args.image_tiles : 1;
+  const ImageStep first(kImages ? work.begin : 0, image_tiles), each(kImages ? work.k_step : 0, image_tiles);
+  PipelineState state;
+  sync_block();
+#pragma unroll 1
+  for (int row = work.row; row < work.row_end(args); row += work.row_step) {
+    ImageStep at = first;
+#pragma unroll 1
+    for (int step = 0; step < work.steps; ++step) {
+      mbarrier_wait(smem.copied_barrier(state.index), state.parity);
+      mbarrier_wait(smem.empty_barrier(state.index), state.parity ^ 1);
+      // Pixels beyond those of an image: zeros along K, unused along N.
+      const int pixels = kImages ? args.pixels - at.k_tile * kTilePixels : BN;
+      if constexpr (kShiftsA) {
+        ShiftedA::align<kAligners>(smem.shifted_a(state.index), smem.a(state.index), args.together,
+                                   args.a_channel, pixels, thread);
+      }
+      ShiftedB::align<kAligners>(smem.shifted_b(state.index), smem.b(state.index), args.together,
+                                 args.b_channel, pixels, thread);
+      fence_proxy_async();
+      __syncwarp();
+      if (thread % 32 == 0) {
+        mbarrier_arrive(smem.aligned_barrier(state.index));
+        mbarrier_arrive(smem.full_barrier(state.index));
+      }
+      at.add(each, image_tiles);
+      state.advance(smem.stages);
+    }
+  }
   if (kClusterSplit) cluster_wait();
 }
 

@@ -22,10 +22,10 @@ from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_rates import (
     WGRAD_TF32,
 )
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_tiles import (
-    BARRIER_BYTES,
     CLUSTERS,
     ITEM_BYTES,
     MOST_GRID_PARTS,
+    SHIFTED,
     Config,
     Matrix,
     Product,
@@ -40,6 +40,15 @@ __all__ = ["SHARING", "chosen", "line_of", "prepare", "sharing_line_of", "timed"
 SHARING = "pointwise_gemm_sharing"
 """The correction of the ways to run a configuration."""
 
+# Weight gradients, and whether their operands are MN-major.
+TF32 = "weight_tf32"
+WEIGHT_KINDS = {
+    "weight": True,
+    TF32: True,
+    "weight_planes": False,
+    f"weight_planes{SHIFTED}": False,
+}
+TRANSPOSED_KINDS = ("transposed", f"planes_transposed{SHIFTED}")
 MULTIPROCESSORS = 132
 MOST_RESIDENT_BYTES, MOST_COLUMN_TILES = 100_000, 4
 LEAST_STAGES, LEAST_DEEP_STAGES, MANY_STAGES = 3, 4, 4
@@ -68,14 +77,19 @@ class _Table:
     """
 
     def __init__(self, device: CudaDevice, kind: str, *, a_mn: bool, b_mn: bool) -> None:
-        wgrad, transposed = kind.startswith("weight"), kind == "transposed"
-        tf32 = kind == "weight_tf32"
+        wgrad, transposed = kind in WEIGHT_KINDS, kind in TRANSPOSED_KINDS
+        tf32 = kind == TF32
         self._device, self._wgrad, self._transposed = device, wgrad, transposed
         self._rates = rates = WGRAD_TF32 if tf32 else WGRAD if wgrad else GATHER
-        images = int(kind == "planes")
+        images: dict[str, int] = {}
+        if "planes" in kind:
+            images = {"summed_images" if wgrad else "images": 1}
         item_bytes = 4 if tf32 else ITEM_BYTES
         a, b = (Matrix(1, 1, mn, item_bytes=item_bytes) for mn in (a_mn, b_mn))
-        like = Product(a, b, 1, 1, 1, stores=not tf32, swapped=transposed, images=images)
+        shifted = kind.endswith(SHIFTED)
+        like = Product(
+            a, b, 1, 1, 1, stores=not tf32, swapped=transposed, together=8 * shifted, **images
+        )
         # Each configuration is repeated for the numbers of parts that `times` tries.
         kinds = 3 if wgrad else 1
         alone = [
@@ -101,6 +115,7 @@ class _Table:
         self.alternate = np.array([one.alternate for _, one in self.shared], np.float64)
         self.m, self.n = column(lambda one: one.m), column(lambda one: one.n)
         self.depth = column(lambda one: one.depth)
+        self.summed = column(lambda one: one.depth_of(like))
         self.cluster = column(lambda one: one.cluster)
         self.resident = column(lambda one: one.resident) > 0
         self.in_grid = column(lambda one: one.in_grid) > 0
@@ -117,6 +132,7 @@ class _Table:
         self.together = np.maximum(1, self.together * device.multiprocessors // MULTIPROCESSORS)
         self.b_bytes = column(lambda one: one.side_bytes(like.b, one.n))
         self.stage = column(lambda one: one.stage_bytes(like))
+        self.barriers = like.barrier_bytes
         a_bytes = column(lambda one: one.side_bytes(like.a, one.m))
         split = (self.cluster > 0) & ~self.in_grid
         # Adjacent blocks read the same B at the same time; of a transposed product, the same A.
@@ -168,8 +184,11 @@ class _Table:
         resident, deep, together = self.resident, self.deep, self.together
         split, in_grid = cluster > 0, self.in_grid
         images = max(product.images, 1)
-        rows, across = images * np.ceil(product.rows / images / m), np.ceil(product.columns / n)
-        tiles, steps = rows * across, np.ceil(product.depth / depth)
+        over_m, over_n = (1, images) if self._transposed else (images, 1)
+        rows = over_m * np.ceil(product.rows / over_m / m)
+        across = over_n * np.ceil(product.columns / over_n / n)
+        summed = max(product.summed_images, 1)
+        tiles, steps = rows * across, summed * np.ceil(product.depth / summed / self.summed)
         # Blocks are persistent over the tiles of one dimension and keep their tile of the other.
         moving, kept = (across, rows) if self._transposed else (rows, across)
 
@@ -180,7 +199,7 @@ class _Table:
         )
         if self._transposed:
             allowed &= (m == LEAST_ROWS) | (rows * m <= MOST_SPARE * product.rows)
-            allowed &= tiles >= LEAST_TRANSPOSED
+            allowed &= (tiles >= LEAST_TRANSPOSED) | (product.images > 0)
         else:
             allowed &= (m < TALL_ROWS) | (tiles >= LEAST_TALL)
         if self._wgrad:
@@ -214,7 +233,7 @@ class _Table:
         splits = np.maximum(cluster, 1) * np.maximum(parts, 1)
         each_steps = np.ceil(steps / splits)
         room = self.room - np.where(resident, steps * self.b_bytes, 0)
-        stages = room // (self.stage + 2 * BARRIER_BYTES)
+        stages = room // (self.stage + self.barriers)
         allowed &= stages >= np.minimum(np.where(deep, LEAST_DEEP_STAGES, LEAST_STAGES), each_steps)
 
         clusters = tiles * np.maximum(parts, 1)
@@ -248,15 +267,18 @@ class _Table:
     ) -> NDArray[np.float64]:
         """Return the `features` of the configurations ``order``, with their expected seconds."""
         cluster, resident = self.cluster[order], self.resident[order]
+        m, n, k = self.m[order], self.n[order], self.depth[order]
+        rows, columns, images = product.rows, product.columns, product.images
+        over_m, over_n = (1, images) if self._transposed else (images, 1)
         split = cluster > 0
         return features(
             expected_s=seconds,
-            rows=product.rows,
-            columns=product.columns,
-            depth=product.depth,
-            m=self.m[order],
-            n=self.n[order],
-            k=self.depth[order],
+            rows=_covered(rows, over_m, m),
+            columns=_covered(columns, over_n, n),
+            depth=_covered(product.depth, product.summed_images, self.summed[order]),
+            m=m,
+            n=n,
+            k=k,
             inner=cluster,
             outer=parts,
             workers=np.where(split, self.together[order] * cluster, self._device.multiprocessors),
@@ -295,6 +317,11 @@ class _Table:
         return place[of], [self.shared[i][1] for i in found], lines
 
 
+def _covered(extent: int, images: int, tile: NDArray[np.float64]) -> NDArray[np.float64] | int:
+    """Return an extent; if several images divide it, as tiles of each image cover it."""
+    return images * np.ceil(extent / images / tile) * tile if images > 1 else extent
+
+
 @lru_cache(maxsize=16)
 def _table(device: CudaDevice, kind: str, a_mn: bool, b_mn: bool) -> _Table:
     return _Table(device, kind, a_mn=a_mn, b_mn=b_mn)
@@ -310,8 +337,9 @@ def prepare(device: CudaDevice) -> None:
         _table(device, "gather", False, b_mn)
         _table(device, "transposed", b_mn, False)
         _table(device, "planes", True, b_mn)
-    _table(device, "weight", True, True)
-    _table(device, "weight_tf32", True, True)
+    _table(device, TRANSPOSED_KINDS[1], True, True)
+    for kind, mn in WEIGHT_KINDS.items():
+        _table(device, kind, mn, mn)
 
 
 def timed(
@@ -350,7 +378,7 @@ def line_of(
 ) -> NDArray[np.float64]:
     """Return the `features` of one configuration, or of that which it is a way to run."""
     table = _table_of(product, device)
-    index = table.configs.index(_stored_as(config))
+    index = table.configs.index(_stored_as(product, config))
     order, times, parts = np.array([index]), np.array([time_s]), np.array([config.parts])
     found: NDArray[np.float64] = table.lines(product, order, times, parts)[0]
     return found
@@ -362,14 +390,15 @@ def sharing_line_of(
     """Return the `features` of a way to run a configuration, which takes ``time_s``; None if
     ``config`` is no such way."""
     table = _table_of(product, device)
-    index = table.configs.index(_stored_as(config))
+    index = table.configs.index(_stored_as(product, config))
     _, ways, lines = table.sharing(product, np.array([index]), np.array([time_s]))
     return lines[ways.index(config)] if config in ways else None
 
 
-def _stored_as(config: Config) -> Config:
+def _stored_as(product: Product, config: Config) -> Config:
     """Return the table's configuration for it."""
-    return replace(config, parts=2 if config.in_grid else 1, multicast=1, alternate=False)
+    one = replace(config, parts=2 if config.in_grid else 1)
+    return replace(one, multicast=1, alternate=False) if product.shares else one
 
 
 @lru_cache(maxsize=1024)

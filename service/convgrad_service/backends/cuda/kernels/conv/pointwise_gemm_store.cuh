@@ -37,10 +37,24 @@ __device__ __forceinline__ void apply_alpha_bias(const PointwiseGemmArgs& args, 
   }
 }
 
+// Stores 16 rows of a warp's staging buffer, which are channels of planes, sizeof(Raw) / sizeof(T) pixels at once.
+template <class Raw>
+__device__ __forceinline__ void store_runs(const PointwiseGemmArgs& args, u32 staging, int row, int pixel,
+                                           T* to) {
+  constexpr int kSide = static_cast<int>(sizeof(Raw) / sizeof(T)), kOfRow = kStoredColumns / kSide;
+#pragma unroll 4
+  for (int i = threadIdx.x & 31; i < 16 * kOfRow; i += 32) {
+    const int in_row = i / kOfRow, column = i % kOfRow * kSide;
+    Raw raw;
+    ld_shared(staging_address(staging, in_row, column / 8) + column % 8 * static_cast<int>(sizeof(T)), raw);
+    store_if(row + in_row < args.rows && pixel + column < args.pixels, to + in_row * args.row_stride + column, raw);
+  }
+}
+
 // Rounds 16 rows of a warp to a free staging buffer and stores them by TMA: kStoredColumns of them from fragment
 // `from` on, which are those of the result from `column` on.
 __device__ __forceinline__ void store_rows(const PointwiseGemmArgs& args, u32 staging, int row,
-                                           int column, const float (&all)[kFragmentsN][4], int from) {
+                                           int column, int image, const float (&all)[kFragmentsN][4], int from) {
   const int lane = threadIdx.x & 31;
   constexpr int kCount = kStoredColumns / 8;
 #pragma unroll
@@ -57,12 +71,31 @@ __device__ __forceinline__ void store_rows(const PointwiseGemmArgs& args, u32 st
     st_shared_u32(staging_address(staging, lane / 4, j) + at, narrow_x2<T>(one[0], one[1]));
     st_shared_u32(staging_address(staging, lane / 4 + 8, j) + at, narrow_x2<T>(one[2], one[3]));
   }
+  if constexpr (kShifted && kPlanes) {
+    __syncwarp();
+    T* const to = static_cast<T*>(args.result) + image * args.image_stride + row * args.row_stride + column;
+    if (args.stored_pixels == 8) {
+      store_runs<uint4>(args, staging, row, column, to);
+    } else if (args.stored_pixels == 4) {
+      store_runs<uint2>(args, staging, row, column, to);
+    } else if (args.stored_pixels == 2) {
+      store_runs<unsigned int>(args, staging, row, column, to);
+    } else {
+      store_runs<unsigned short>(args, staging, row, column, to);
+    }
+    return;
+  }
   fence_proxy_async();
   __syncwarp();
   if (lane == 0) {
 #pragma unroll
     for (int block = 0; block < kStoredColumns / kBoxColumns; ++block) {
-      tma_store<2>(args.d_map, staging + block * kBoxBytes, {column + block * kBoxColumns, row});
+      const u32 from = staging + block * kBoxBytes;
+      if constexpr (kPlanes) {
+        tma_store<3>(args.d_map, from, {column + block * kBoxColumns, row, image});
+      } else {
+        tma_store<2>(args.d_map, from, {column + block * kBoxColumns, row});
+      }
     }
     tma_store_commit();
   }

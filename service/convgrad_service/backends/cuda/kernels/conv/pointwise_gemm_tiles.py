@@ -11,11 +11,13 @@ from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import ceil_div
 
 __all__ = [
-    "BARRIER_BYTES",
+    "BOX_PIXELS",
+    "CHUNK_BYTES",
     "CLUSTERS",
     "ITEM_BYTES",
     "MOST_GRID_PARTS",
     "ROW_BYTES",
+    "SHIFTED",
     "SLAB_ROWS",
     "Config",
     "Matrix",
@@ -32,10 +34,16 @@ ITEM_BYTES = 2
 WARPGROUP, PRODUCERS = 128, 64
 MOST_STAGES = 12
 PATTERN_BYTES, BARRIER_BYTES, SLAB_ROWS, FRAGMENT_BYTES = 1024, 8, 16, 512
+CHUNK_BYTES = 16
 # Fragments that a warp reduces at a time, and the most parts (pointwise_gemm_grid_reduce.cuh).
 GRID_FRAGMENTS, MOST_GRID_PARTS = 4, 255
 # The most results of a tile for which a block has a second store buffer.
 BUFFERED = 64 * 128
+# The suffix of the kind of a product of planes that do not start at multiples of 16 bytes, and
+# threads that align them or copy them besides the usual ones.
+SHIFTED, ALIGNERS = "_shifted", 192
+BOX_PIXELS = 56
+"""Pixels of such a plane in a box (pointwise_gemm_shift.cuh)."""
 # Rows of a warpgroup's product, and columns of a slice of it that it stores.
 WARPGROUP_ROWS, SLICE_COLUMNS = 64, 64
 
@@ -80,9 +88,15 @@ class Product:
         Whether A and B are exchanged: the rows are channels of the result, or input channels for
         wgrad.
     images
-        Of planes, the number of images that the rows are divided into; otherwise 0.
+        Of planes, the number of images that the rows (swapped: columns) are divided into; otherwise
+        0.
     image_stride
         Of planes, the stride between images of the result.
+    summed_images
+        Of a weight gradient of planes, the number of images that ``depth`` is divided into.
+    together
+        Of planes that do not start at multiples of 16 bytes, the channels that together do;
+        otherwise 0.
     """
 
     a: Matrix
@@ -94,6 +108,8 @@ class Product:
     swapped: bool = False
     images: int = 0
     image_stride: int = 0
+    summed_images: int = 0
+    together: int = 0
 
     @property
     def rows(self) -> int:
@@ -102,6 +118,11 @@ class Product:
     @property
     def columns(self) -> int:
         return self.b.rows
+
+    @property
+    def shifted(self) -> bool:
+        """Whether planes do not start at multiples of 16 bytes."""
+        return self.together > 0
 
     @property
     def transposed(self) -> bool:
@@ -117,7 +138,10 @@ class Product:
     def kind(self) -> str:
         """The name of its cost model's correction."""
         if self.images:
-            return "planes"
+            found = "planes_transposed" if self.transposed else "planes"
+            return found + SHIFTED * self.shifted
+        if self.summed_images:
+            return "weight_planes" + SHIFTED * self.shifted
         if not self.a.mn or self.transposed:
             return "transposed" if self.transposed else "gather"
         return "weight" if self.a.item_bytes == ITEM_BYTES else "weight_tf32"
@@ -126,7 +150,13 @@ class Product:
     def menu(self) -> str:
         """The name of its configurations: its kind, and whether it is forward."""
         weight = self.a if self.transposed else self.b
-        return self.kind if weight.mn else f"{self.kind}_forward"
+        backward = weight.mn or self.summed_images
+        return self.kind if backward else f"{self.kind}_forward"
+
+    @property
+    def barrier_bytes(self) -> int:
+        """Bytes of a pipeline stage's mbarriers."""
+        return (4 if self.shifted else 2) * BARRIER_BYTES
 
     @property
     def bytes(self) -> int:
@@ -188,9 +218,8 @@ class Config:
         """Consumer warpgroups."""
         return 2 if self.alternate else {64: 1, 192: 3}.get(self.m, 2)
 
-    @property
-    def threads(self) -> int:
-        return self.consumers * WARPGROUP + PRODUCERS
+    def threads(self, product: Product) -> int:
+        return self.consumers * WARPGROUP + PRODUCERS + ALIGNERS * product.shifted
 
     @property
     def in_grid(self) -> bool:
@@ -224,7 +253,7 @@ class Config:
 
     def in_slices(self, product: Product) -> bool:
         """Return whether results are stored a slice of the columns at a time."""
-        return self.alternate or product.images > 0
+        return self.alternate or (product.images > 0 and not product.transposed)
 
     def buffers(self, product: Product) -> int:
         """Return the store buffers per warp or, of planes, per warpgroup."""
@@ -277,18 +306,29 @@ class Config:
         wide = self.row_bytes(matrix, extent) // matrix.item_bytes
         return matrix.mn and not matrix.image and matrix.rows % wide == extent % wide == 0
 
+    def depth_of(self, product: Product) -> int:
+        """Return the elements of K of a k-tile."""
+        boxes = self.depth * ITEM_BYTES // ROW_BYTES[-1]
+        return boxes * BOX_PIXELS if product.shifted and product.summed_images else self.depth
+
+    def image_steps(self, product: Product) -> int:
+        """Return the k-tiles of an image of those that are summed, or of all of K."""
+        images = max(product.summed_images, 1)
+        return ceil_div(product.depth // images, self.depth_of(product))
+
     def steps(self, product: Product) -> int:
-        return ceil_div(product.depth, self.depth)
+        return max(product.summed_images, 1) * self.image_steps(product)
 
     def steps_each(self, product: Product) -> int:
         """Return the most k-tiles of any block in a tile."""
         return ceil_div(self.steps(product), self.splits)
 
     def tiles(self, product: Product) -> tuple[int, int]:
-        """Return the tiles along rows, of all images, and along columns."""
+        """Return the tiles along rows and along columns, of all images."""
         images = max(product.images, 1)
-        rows = images * ceil_div(product.rows // images, self.m)
-        return rows, ceil_div(product.columns, self.n)
+        over_m, over_n = (1, images) if product.transposed else (images, 1)
+        rows = over_m * ceil_div(product.rows // over_m, self.m)
+        return rows, over_n * ceil_div(product.columns // over_n, self.n)
 
     def grid(self, product: Product, device: CudaDevice) -> tuple[int, int, int]:
         rows, columns = self.tiles(product)
@@ -303,9 +343,16 @@ class Config:
         clusters = min(ceil_div(rows, self.multicast), max(1, together // columns))
         return clusters * self.multicast, columns, 1
 
+    def copied_bytes(self, product: Product) -> int:
+        """Return the bytes per stage of planes that are not aligned yet."""
+        if product.summed_images:
+            return (self.m + self.n) * self.depth * ITEM_BYTES
+        return self.depth * self.n // BOX_PIXELS * ROW_BYTES[-1]
+
     def stage_bytes(self, product: Product) -> int:
         a = self.side_bytes(product.a, self.m)
-        return a if self.resident else a + self.side_bytes(product.b, self.n)
+        operands = a if self.resident else a + self.side_bytes(product.b, self.n)
+        return operands + (self.copied_bytes(product) if product.shifted else 0)
 
     def shared_bytes(self, product: Product, stages: int) -> int:
         """Return the bytes of shared memory: the pipeline, resident B, results, mbarriers, and
@@ -322,13 +369,13 @@ class Config:
             parts.append(self.side_bytes(product.b, self.n))
             results += self.steps(product) * parts[1]
         aligned = 1 + sum(size % PATTERN_BYTES > 0 for size in parts)
-        ring = stages * (parts[0] + 2 * BARRIER_BYTES)
+        ring = stages * (parts[0] + product.barrier_bytes)
         return aligned * PATTERN_BYTES + results + ring + 2 * BARRIER_BYTES
 
     def stages(self, product: Product, device: CudaDevice) -> int:
         """Return the number of pipeline stages that fit."""
         room = device.shared_bytes_per_block - self.shared_bytes(product, 0)
-        return min(MOST_STAGES, room // (self.stage_bytes(product) + 2 * BARRIER_BYTES))
+        return min(MOST_STAGES, room // (self.stage_bytes(product) + product.barrier_bytes))
 
     def defines(self, dtype: DType, product: Product) -> dict[str, object]:
         """Return the preprocessor macros of an instance."""
@@ -350,5 +397,7 @@ class Config:
             "PINGPONG": int(self.alternate),
             "TRANSPOSED": int(product.transposed),
             "PLANES": int(product.images > 0),
+            "IMAGES": int(product.summed_images > 0),
+            "SHIFTED": int(product.shifted),
             "D_BYTES": self.d_bytes,
         }

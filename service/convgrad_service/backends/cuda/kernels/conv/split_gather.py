@@ -27,6 +27,9 @@ from convgrad_service.plans.cuda.works import ConvWork, Operand
 __all__ = ["SplitGather"]
 
 NEEDS = Requirements((DType.FLOAT32,), hopper=True)
+# Of the source, every element; of the weight, those of at least 2^-98. Together so little that they
+# need not change for other images' elements, up to products of 2^114: pieces have equal bits.
+LIFT = 16, -12
 
 
 class SplitGather:
@@ -54,10 +57,8 @@ class SplitGather:
 
     def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
         work = _forward_read(work)
-        split = float_parts(
-            *_tensors(work), PARTS["highest"], f"{work.prefix}parts_", device, weighted=True
-        )
-        product = self._product.launches(_of_parts(work), device)
+        split = float_parts(*_tensors(work), PARTS["highest"], f"{work.prefix}parts_", device, LIFT)
+        product = self._product.launches(_of_parts(work), device, unscale=split.unscale)
         time_s = product.expected_s
         return replace(
             product,

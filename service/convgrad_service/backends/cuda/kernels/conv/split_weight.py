@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from convgrad.dtypes import DType
-from convgrad_service.backends.cuda.kernels.conv.dense_weight import least_terms
+from convgrad_service.backends.cuda.kernels.conv.dense_tiles import why_not_few_parts
 from convgrad_service.backends.cuda.kernels.conv.float_parts import (
     PARTS,
     FloatTensor,
@@ -29,9 +29,6 @@ from convgrad_service.plans.cuda.works import ConvWork
 
 __all__ = ["SplitWeight"]
 
-# Six products of parts have a relative error of up to 2^-23, and their sum in a tensor core a few
-# more; float32 accumulation has 2^-24 per term.
-LEAST_TERMS = 8
 # On an H200: measured over modelled time of the product, and how much longer it takes to store an
 # element of a result whose channels are not contiguous.
 PRODUCT_SCALE, STRIDED_ELEMENT_S = 0.93, 8.5e-12
@@ -57,10 +54,8 @@ class SplitWeight:
         if (reason := why_not_parts(_tensors(work))) is not None:
             return reason
         parts = PARTS[work.precision]
-        if parts > 2 and (terms := least_terms(work)) < LEAST_TERMS:
-            return (
-                f"sums of {terms} products; float32 FMAs may be more accurate below {LEAST_TERMS}"
-            )
+        if parts > 2 and (reason := why_not_few_parts(work)) is not None:
+            return reason
         return self._product.why_not(_of_parts(work), device, parts=parts)
 
     def launches(self, work: ConvWork, device: CudaDevice, cut: Cut | None = None) -> Fragment:

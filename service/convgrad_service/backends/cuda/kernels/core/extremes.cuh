@@ -29,6 +29,10 @@ struct Extremes {
     least = min(least, low(word));
     most = max(most, high(word));
   }
+  __device__ __forceinline__ void add(const Extremes& others) {
+    least = min(least, others.least);
+    most = max(most, others.most);
+  }
   // Biased exponent of the largest magnitude; 0 if it is subnormal or there is none.
   __device__ __forceinline__ int exponent() const {
     const u32 found = static_cast<u32>(most) ^ 0x80000000u;

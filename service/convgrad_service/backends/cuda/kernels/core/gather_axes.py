@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import gcd
 
+import numpy as np
+
 from convgrad_service.plans.cuda.program import ceil_div
 from convgrad_service.plans.cuda.works import ConvWork
 
-__all__ = ["MAX_PHASES", "Axis", "Phase", "divider", "gather_axis", "may_skip_taps"]
+__all__ = ["MAX_PHASES", "Axis", "Phase", "divider", "gather_axis", "least_taps", "may_skip_taps"]
 
 MAX_PHASES = 16
 """The most phases along one dimension in one launch."""
@@ -63,6 +65,18 @@ def gather_axis(work: ConvWork, dim: int) -> Axis:
             phases.append(Phase(ceil_div(kernel - r0, r_step), r0, x0, residue, count))
     phases.sort(key=lambda phase: -phase.taps)
     return Axis(size_out, 1, -(dilation // common), stride, r_step, tuple(phases))
+
+
+def least_taps(axis: Axis) -> int:
+    """Return the fewest taps, but at least one, with which a position reads inside the source."""
+    step, least = abs(axis.x_tap), axis.x_size
+    for phase in axis.phases:
+        first = phase.x0 + min(0, (phase.taps - 1) * axis.x_tap)
+        at = first + axis.x_step * np.arange(phase.count, dtype=np.int64)
+        below, reach = -(at // step), (axis.x_size - 1 - at) // step + 1
+        inside = np.minimum(reach, phase.taps) - np.maximum(below, 0)
+        least = min(least, int(inside.min(where=inside > 0, initial=least)))
+    return least
 
 
 def divider(count: int) -> tuple[int, int]:

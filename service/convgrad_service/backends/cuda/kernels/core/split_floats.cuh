@@ -1,7 +1,7 @@
 // Splits float32 into a sum of bfloat16 parts, for float32 products on the tensor cores: three parts hold all
 // 24 bits, two hold 16. The split is inexact where the last part would be subnormal or the first one
-// rounds to infinity: parts have weights, or such operands are first scaled by a power of two, see SplitScale. The remaining
-// parts of an infinity are NaN, so the results that it contributes to are NaN.
+// rounds to infinity: such operands are first scaled by a power of two, see SplitScale. The remaining parts of an
+// infinity are NaN, so the results that it contributes to are NaN.
 #pragma once
 
 #include "core/extremes.cuh"
@@ -17,22 +17,6 @@ __device__ __forceinline__ void split_x2(float first, float second, u32 (&parts)
     parts[i] = narrow_x2<bf16>(first, second);
     first -= __uint_as_float(parts[i] << 16);
     second -= __uint_as_float(parts[i] & 0xffff0000);
-  }
-}
-
-// As `split_x2`, with parts that have weights: part i is the rest times 2^(8 * i). No part of a finite element
-// is infinite, as those of the largest ones are truncated, and none underflows before the element does: the split is
-// exact for all elements.
-template <int kParts>
-__device__ __forceinline__ void split_weighted_x2(float first, float second, u32 (&parts)[kParts]) {
-  const auto largest = [](float value) { return (__float_as_uint(value) & 0x7f800000) == 0x7f000000; };
-  const u32 cut = (largest(first) ? 0x0000ffffu : 0u) | (largest(second) ? 0xffff0000u : 0u);
-#pragma unroll
-  for (int i = 0; i < kParts; ++i) {
-    const u32 truncated = __float_as_uint(first) >> 16 | (__float_as_uint(second) & 0xffff0000);
-    parts[i] = (truncated & cut) | (narrow_x2<bf16>(first, second) & ~cut);
-    first = (first - __uint_as_float(parts[i] << 16)) * 256.0f;
-    second = (second - __uint_as_float(parts[i] & 0xffff0000)) * 256.0f;
   }
 }
 

@@ -14,7 +14,8 @@
 // With KERNEL_H = 1, a row of at most KERNEL taps.
 // ROWS = 0: any kernel, as rows of KERNEL taps (longer ones in parts), and COLUMNS results of a row,
 // as far apart as the taps. For each row of taps it loads the elements of x that its results read,
-// AHEAD rows before their use.
+// AHEAD rows before their use. With STRIDE = 0, of any stride along W, a result has elements of x of its
+// own, KERNEL at a time; BACKWARD is 0, and `backward` says which.
 // Block: `vectors` vectors of channels, then positions; with in_planes, the other way round. Grid: tiles
 // of channels, positions.
 // Shared memory: the weights of the tile's channels as they are in memory. A thread's are an odd number
@@ -25,7 +26,7 @@
 // image's extent below 2^31 elements; positions below 2^31; VECTOR = 1 with a multiplier;
 // backward: no dimension that is both strided and dilated. BACKWARD: parts in multiples of STRIDE. A dependent launch may
 // start with this kernel (ptx/pdl.cuh).
-#include "depthwise/depthwise_direct.cuh"
+#include "depthwise/depthwise_direct_strides.cuh"
 #include "ptx/pdl.cuh"
 
 using namespace convgrad;
@@ -119,9 +120,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         const bool adds = args.accumulate != nullptr && inside(a, b);
 #pragma unroll
         for (int v = 0; v < VECTOR; ++v) {
-          sums[a][b][v] = finish<T, float>(sums[a][b][v], args.alpha, args.beta,
-                                           adds ? added + b * pitch + v : nullptr,
-                                           bias != nullptr ? own_bias + v : nullptr, args.activation);
+          const float sum = finish<T, float>(sums[a][b][v], args.alpha, args.beta,
+                                             adds ? added + b * pitch + v : nullptr,
+                                             bias != nullptr ? own_bias + v : nullptr, kNone);
+          sums[a][b][v] = args.activation == kNone ? sum : activated(sum, args.activation);
         }
       }
       added += args.y_stride[2];

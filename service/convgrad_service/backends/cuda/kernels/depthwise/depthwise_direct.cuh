@@ -3,7 +3,7 @@
 #pragma once
 
 #include "core/divider.cuh"
-#include "core/epilogue.cuh"
+#include "depthwise/depthwise_activation.cuh"
 #include "depthwise/depthwise_words.cuh"
 
 namespace convgrad {
@@ -24,8 +24,8 @@ struct DepthwiseDirectArgs {
   int x_size[3];
   int y_size[3];
   int kernel[3];
-  int stride[2];  // D H
-  int dilation[2];
+  int stride[3];
+  int dilation[3];
   int pad[3];     // as the kernel is read, in the dimensions that are flipped
   int backward;
   int flipped;    // every `period` weights are read in reverse
@@ -39,7 +39,7 @@ struct DepthwiseDirectArgs {
   int places;     // positions of a block
   int across;     // positions of a row
   int down;       // rows of positions in a plane
-  Divider by_vectors, by_across, by_down, by_planes, by_stride[2], by_period, by_spread, by_multiplier;
+  Divider by_vectors, by_across, by_down, by_planes, by_stride[3], by_period, by_spread, by_multiplier;
   // With VECTOR = 1: between channels of x and of y, and whether adjacent threads have adjacent positions.
   i64 x_channel, y_channel;
   int in_planes;
@@ -49,19 +49,24 @@ struct DepthwiseDirectArgs {
 using T = ELEMENT;
 using Raw = typename RawOf<sizeof(T) * VECTOR>::type;
 
+#if STRIDE == 0
+constexpr int kReadColumns = COLUMNS * KERNEL, kOwnColumns = COLUMNS;
+#else
 constexpr int kReach = (KERNEL + STRIDE - 1) / STRIDE;
 #if BACKWARD
 constexpr int kReadColumns = COLUMNS + kReach - 1, kOwnColumns = COLUMNS * STRIDE;
 #else
 constexpr int kReadColumns = (COLUMNS - 1) * STRIDE + KERNEL, kOwnColumns = COLUMNS;
 #endif
+#endif
 
 // A thread's position: an image, a plane of results, the first row and column (backward, in units of
-// STRIDE, relative to `base`; with ROWS = 0 the row itself).
+// STRIDE, relative to `base`; with ROWS = 0 the row itself, with STRIDE = 0 the column).
 struct Place {
   int n, z, row, column;
 };
 
+#if STRIDE > 0
 // The tap, in one dimension, by which an element read contributes to a result.
 constexpr int tap_of(int own, int read, int reach) {
 #if BACKWARD
@@ -70,6 +75,7 @@ constexpr int tap_of(int own, int read, int reach) {
   return read - own * STRIDE;
 #endif
 }
+#endif
 
 #if ROWS > 0
 
@@ -196,6 +202,7 @@ constexpr int kOwnRows = 1, kEarly = 4;
 // The taps of one dimension that contribute to a result, and the positions of x that they read.
 struct Taps {
   int tap, step, count, at, at_step;
+  Taps() = default;
   __device__ __forceinline__ Taps(const DepthwiseDirectArgs& args, int dim, int result) {
     if (args.backward) {
       const int from = result + args.pad[dim];
@@ -209,6 +216,8 @@ struct Taps {
     }
   }
 };
+
+#if STRIDE > 0
 
 class Mainloop {
  public:
@@ -307,6 +316,8 @@ class Mainloop {
   Raw read_[AHEAD][kReadColumns];
   int first_tap_[AHEAD], count_[AHEAD];
 };
+
+#endif
 
 #endif
 

@@ -11,10 +11,10 @@ from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS
 from convgrad_service.backends.cuda.kernels.core.gather_axes import divider
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_direct_model import (
     BLOCKS,
-    SHAPES,
     THREADS,
     DirectLayout,
     across_of,
+    apart_of,
     best_layout,
     down_of,
     expected_s,
@@ -28,7 +28,6 @@ from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import (
     DTYPES,
     channel_strides_of,
     channels_of,
-    spread_of,
     strides_of,
     turned,
     why_not_depthwise,
@@ -93,8 +92,6 @@ class DepthwiseDirect(Solver[ConvWork, DirectLayout]):
             return f"sums over {summed} channels in three dimensions"
         if work.accumulate is not None and work.accumulate.strides != work.sides[1].strides:
             return "accumulate and the result have different strides"
-        if work.stride[2] not in SHAPES:
-            return f"a stride of {work.stride[2]} along W"
         for stride, dilation, kernel in zip(work.stride, work.dilation, work.kernel, strict=True):
             if work.direction == "bwd_data" and stride > 1 and dilation > 1 and kernel > 1:
                 return "both strided and dilated"
@@ -145,7 +142,7 @@ class DepthwiseDirect(Solver[ConvWork, DirectLayout]):
         args.channels, args.backward, args.period = channels_of(work), backward, period
         args.x_size[:], args.y_size[:] = work.sizes
         args.kernel[:], args.pad[:] = work.kernel, pad
-        args.stride[:], args.dilation[:] = work.stride[:2], work.dilation[:2]
+        args.stride[:], args.dilation[:] = work.stride, work.dilation
         args.parts, args.part = parts_of(work)
         args.base[:] = [pad // s for pad, s in zip(work.pad[1:], work.stride[1:], strict=True)]
         args.across, args.down = across_of(work, layout), down_of(work, layout)
@@ -154,9 +151,9 @@ class DepthwiseDirect(Solver[ConvWork, DirectLayout]):
         args.vectors, args.places = layout.vectors, layout.places
         args.by_vectors, args.by_across = divider(layout.vectors), divider(args.across)
         args.by_down, args.by_planes = divider(args.down), divider(planes)
-        for by, stride in zip(args.by_stride, work.stride, strict=False):
+        for by, stride in zip(args.by_stride, work.stride, strict=True):
             by.factor, by.shift = divider(stride)
-        args.spread = spread_of(work)
+        args.spread = apart_of(work)
         args.by_period, args.by_spread = divider(period), divider(args.spread)
         args.by_multiplier = divider(work.out_channels)
         args.x_channel, args.y_channel = channel_strides_of(work)

@@ -21,16 +21,13 @@ from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import ceil_div
 from convgrad_service.plans.cuda.works import ConvWork
 
-__all__ = ["BLOCKS", "SHAPES", "THREADS", "DirectLayout", "across_of", "best_layout", "down_of"]
+__all__ = ["BLOCKS", "THREADS", "DirectLayout", "across_of", "apart_of", "best_layout", "down_of"]
 __all__ += ["expected_s", "grid_of", "instance_layouts", "layouts_of", "parts_of"]
 __all__ += ["positions_adjacent", "read_columns"]
 
 THREADS, BLOCKS = 128, 4
 MOST_COLUMNS = 7
 """The most columns of taps of an instance, but of kernels of one row."""
-# The most columns of kernels of one row. Those of up to 4 and 16 columns are expected to take 0.9 %
-# longer than in instances of their own.
-LINES = (8, 32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,34 +36,39 @@ class Shapes:
 
     Attributes
     ----------
-    kernels
-        Columns of taps.
-    whole
-        Rows and columns of a thread's results, with the whole kernel; none with strides above 2.
-    by_rows, lines
-        Columns of results where rows of taps are taken one by one, and of kernels of one row.
+    kernels, whole
+        Columns of taps, and rows and columns of a thread's results, with the whole kernel.
+    row_kernels, by_rows
+        Columns of taps and of results where rows of taps are taken one by one.
+    line_kernels, lines
+        The most columns of taps, and columns of results, of kernels of one row.
     """
 
-    kernels: tuple[int, ...]
-    whole: tuple[tuple[int, int], ...]
-    by_rows: tuple[int, ...]
-    lines: tuple[int, ...]
+    kernels: tuple[int, ...] = ()
+    whole: tuple[tuple[int, int], ...] = ()
+    row_kernels: tuple[int, ...] = (MOST_COLUMNS,)
+    by_rows: tuple[int, ...] = (4,)
+    line_kernels: tuple[int, ...] = ()
+    lines: tuple[int, ...] = ()
 
 
-LONG_STRIDE = Shapes((3, MOST_COLUMNS), (), (4,), ())
+KERNELS = 3, 5, MOST_COLUMNS
+# For longer strides: results that read columns of their own.
+ANY_STRIDE = 0
+OWN_COLUMNS = Shapes(row_kernels=(3,))
 SHAPES = {
-    1: Shapes((3, 5, MOST_COLUMNS), ((1, 4), (2, 7), (4, 4)), (7, 14), (14,)),
-    2: Shapes((3, 5, MOST_COLUMNS), ((1, 4), (2, 4)), (4, 7), (7,)),
-    3: LONG_STRIDE,
-    4: LONG_STRIDE,
+    1: Shapes(KERNELS, ((1, 4), (2, 7), (4, 4)), KERNELS, (7, 14), (8, 32), (14,)),
+    2: Shapes(KERNELS, ((1, 4), (2, 4)), KERNELS, (4, 7), (8, 32), (7,)),
+    3: Shapes(),
+    4: Shapes(),
+    ANY_STRIDE: OWN_COLUMNS,
 }
 # Of single channels of 16 bits, which are rare. On 70 layers they are expected to take at most 30 %
 # longer than with all shapes, 2 % on average.
 SINGLE_SHAPES = {
+    **SHAPES,
     1: replace(SHAPES[1], whole=((1, 4), (4, 4)), by_rows=(7,)),
     2: replace(SHAPES[2], whole=((2, 4),), by_rows=(7,)),
-    3: LONG_STRIDE,
-    4: LONG_STRIDE,
 }
 # Of vectors of channels in a tile.
 MOST_VECTORS, FEWER_VECTORS = 32, 16
@@ -114,7 +116,7 @@ class DirectLayout:
     Attributes
     ----------
     kernel, stride
-        Columns of taps of an instance, and the stride along W.
+        Columns of taps of an instance, and the stride along W, or ``ANY_STRIDE``.
     line
         Whether the kernel has one row, of at most ``kernel`` columns.
     rows, columns
@@ -146,10 +148,11 @@ def shapes_of(dtype: DType, vector: int) -> Mapping[int, Shapes]:
 def instance_layouts(dtype: DType, vector: int) -> Iterator[DirectLayout]:
     """Yield a layout of each instance for threads of ``vector`` channels."""
     for stride, shapes in shapes_of(dtype, vector).items():
-        sizes = (*shapes.whole, *((0, columns) for columns in shapes.by_rows))
-        for kernel, (rows, columns) in product(shapes.kernels, sizes):
+        for kernel, (rows, columns) in product(shapes.kernels, shapes.whole):
             yield DirectLayout(kernel, stride, rows, columns, vector, 8)
-        for kernel, columns in product(LINES, shapes.lines):
+        for kernel, columns in product(shapes.row_kernels, shapes.by_rows):
+            yield DirectLayout(kernel, stride, 0, columns, vector, 8)
+        for kernel, columns in product(shapes.line_kernels, shapes.lines):
             yield DirectLayout(kernel, stride, 1, columns, vector, 8, line=True)
 
 
@@ -157,6 +160,9 @@ def parts_of(work: ConvWork) -> tuple[int, int]:
     """Return the parts of a row of taps, and their columns."""
     stride = work.stride[2] if work.direction == "bwd_data" else 1
     columns = work.kernel[2]
+    if instance_stride(work) == ANY_STRIDE:
+        (part,) = OWN_COLUMNS.row_kernels
+        return ceil_div(ceil_div(columns, stride), part), part
     if columns <= MOST_COLUMNS:
         return 1, columns
     part = ceil_div(ceil_div(columns, ceil_div(columns, MOST_COLUMNS // stride * stride)), stride)
@@ -165,12 +171,24 @@ def parts_of(work: ConvWork) -> tuple[int, int]:
 
 def read_columns(layout: DirectLayout, backward: bool) -> int:
     """Return the columns of x that a thread reads."""
+    if layout.stride == ANY_STRIDE:
+        return layout.columns * layout.kernel
     return _reads(layout.kernel, layout.stride, layout.columns, backward)
+
+
+def instance_stride(work: ConvWork) -> int:
+    """Return the stride of the instances for a work."""
+    return work.stride[2] if work.stride[2] in SHAPES else ANY_STRIDE
+
+
+def apart_of(work: ConvWork) -> int:
+    """Return the columns between a thread's results."""
+    return 1 if instance_stride(work) == ANY_STRIDE else spread_of(work)
 
 
 def across_of(work: ConvWork, layout: DirectLayout) -> int:
     """Return the positions of threads in a row of the result."""
-    spread = spread_of(work)
+    spread = apart_of(work)
     across = spread * _positions(work, 2, layout.columns * spread)
     # Where taps are as far apart as the row is long, a thread has a single column.
     return across if spread == 1 else min(across, work.sizes[1][2])
@@ -198,7 +216,7 @@ def grid_of(work: ConvWork, layout: DirectLayout) -> tuple[int, int]:
 
 def _positions(work: ConvWork, axis: int, results: int) -> int:
     extent, pad, stride = work.sizes[1][axis], work.pad[axis], work.stride[axis]
-    if work.direction == "bwd_data":
+    if work.direction == "bwd_data" and instance_stride(work) != ANY_STRIDE:
         extent = ceil_div(extent + pad, stride) - pad // stride
     return ceil_div(extent, results)
 
@@ -220,7 +238,7 @@ def _is_plane(work: ConvWork) -> bool:
 
 def layouts_of(work: ConvWork, device: CudaDevice) -> Iterator[DirectLayout]:
     """Yield the configurations that may be the fastest."""
-    vector, stride = vector_of(work), work.stride[2]
+    vector, stride = vector_of(work), instance_stride(work)
     all_vectors = ceil_div(channels_of(work), vector)
     sizes = set()
     for most in (FEWER_VECTORS, MOST_VECTORS):
@@ -234,11 +252,11 @@ def layouts_of(work: ConvWork, device: CudaDevice) -> Iterator[DirectLayout]:
     if whole and work.kernel[1] == columns and columns in known.kernels:
         # An instance has the whole kernel, which is faster.
         kernel, shapes = columns, known.whole
-    elif whole and work.kernel[1] == 1 and work.pad[1] == 0 and columns <= LINES[-1]:
-        kernel, line = next(one for one in LINES if one >= columns), True
+    elif whole and work.kernel[1] == 1 and work.pad[1] == 0 and columns <= known.line_kernels[-1]:
+        kernel, line = next(one for one in known.line_kernels if one >= columns), True
         shapes = tuple((1, one) for one in known.lines)
     else:
-        kernel = next(one for one in known.kernels if one >= parts_of(work)[1])
+        kernel = next(one for one in known.row_kernels if one >= parts_of(work)[1])
         shapes = tuple((0, one) for one in known.by_rows)
     for rows, across in shapes:
         for vectors in sorted(sizes):
@@ -255,7 +273,7 @@ def expected_s(work: ConvWork, device: CudaDevice, layout: DirectLayout) -> floa
     """Return the predicted time of a configuration."""
     backward, cost = work.direction == "bwd_data", WHOLE if layout.rows else BY_ROWS
     read = read_columns(layout, backward)
-    scale = layout.stride if backward else 1
+    scale = max(1, layout.stride) if backward else 1
     results, products = layout.columns * scale, layout.columns * layout.kernel * layout.vector
     taps, steps, most_steps = layout.kernel, 1.0, 1
     if layout.line:
@@ -266,15 +284,15 @@ def expected_s(work: ConvWork, device: CudaDevice, layout: DirectLayout) -> floa
         products *= layout.rows * layout.kernel
         taps *= layout.kernel
     else:
-        taps *= layout.vector
+        taps *= layout.vector * (layout.columns if layout.stride == ANY_STRIDE else 1)
         steps = most_steps = parts_of(work)[0]
         for rows, stride in zip(work.kernel[:2], work.stride[:2], strict=True):
             steps *= rows / stride if backward else rows
             most_steps *= ceil_div(rows, stride) if backward else rows
     of_read, of_result = cost.read, cost.result
     if positions_adjacent(work):
-        apart = layout.columns if spread_of(work) == 1 else 1
-        of_read += PLANE_READ * wavefronts(apart * (1 if backward else layout.stride), work.dtype)
+        apart = layout.columns if apart_of(work) == 1 else 1
+        of_read += PLANE_READ * wavefronts(apart * (1 if backward else work.stride[2]), work.dtype)
         of_result += PLANE_RESULT * wavefronts(apart * scale, work.dtype)
     step = read * (of_read + layout.vector) + products + taps * cost.tap
     thread = cost.thread + results * of_result + steps * step

@@ -28,7 +28,7 @@
 
 using namespace convgrad;
 
-extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
+extern "C" __global__ void __launch_bounds__(kThreads, kHeld)
     depthwise_pairs(const __grid_constant__ DepthwisePairsArgs args) {
   extern __shared__ __align__(128) unsigned char shared[];
   const int own_strip = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
@@ -199,10 +199,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
               for (int pair = 0; pair < PAIRS; ++pair) {
                 float(&sum)[4] = sums[(j * STRIDE + a) % kOpen][pair];
 #if EPILOGUE
+                // An opaque value: a register for it would be one too many.
+                const float* const bias =
+                    biases + opaque_value(threadIdx.x) / 32 * kOwnChannels + 2 * pair;
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
-                  const float* const bias = biases + part * kOwnChannels + 2 * pair + i;
-                  sum[2 * half + i] = finish_sum(args, sum[2 * half + i], bias);
+                  sum[2 * half + i] = finish_sum(args, sum[2 * half + i], bias + i);
                 }
 #endif
                 result[half].words[pair] = narrow_x2<T>(sum[2 * half], sum[2 * half + 1]);

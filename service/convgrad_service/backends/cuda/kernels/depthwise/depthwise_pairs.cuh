@@ -3,8 +3,9 @@
 #pragma once
 
 #include "ptx/load_store.cuh"
+#include "core/architecture.cuh"
 #include "core/divider.cuh"
-#include "core/epilogue.cuh"
+#include "depthwise/depthwise_activation.cuh"
 #include "core/opaque.cuh"
 #include "ptx/mma.cuh"
 #include "core/vectors.cuh"
@@ -51,6 +52,8 @@ constexpr int kParts = OCTETS * 8 / kOwnChannels;
 constexpr int kThreads = 32 * kParts;
 constexpr int kChannels = OCTETS * 8;
 constexpr int kReach = (KERNEL_H + STRIDE - 1) / STRIDE;
+// Blocks of an SM for which registers suffice.
+constexpr int kHeld = kBlackwell && EPILOGUE && KERNEL_H == 5 ? BLOCKS - 1 : BLOCKS;
 constexpr int kOpen = kReach * STRIDE;    // unfinished rows of the result
 constexpr int kStripColumns = 8;          // columns of the result
 constexpr int kUnitColumns = 8 / STRIDE;  // columns of x that a strip does not share
@@ -152,7 +155,7 @@ __device__ __forceinline__ float finish_sum(const DepthwisePairsArgs& args, floa
     ld_shared_volatile(bias, own);
     sum += own[0];
   }
-  return activate(sum, args.activation);
+  return args.activation == kNone ? sum : activated(sum, args.activation);
 }
 
 // For each channel of a strip, how many more rows of x finish results that are NaN, because a row with

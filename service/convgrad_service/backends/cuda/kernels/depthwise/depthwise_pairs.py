@@ -20,10 +20,7 @@ from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import (
 )
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import (
-    ARCHITECTURES,
     CudaDevice,
-    architectures_since,
-    listed_architecture,
 )
 from convgrad_service.plans.cuda.families import Solver
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div, macros_of
@@ -61,8 +58,8 @@ class PairTile:
         Units of 4 columns of x per product.
     octets, pairs
         Channels of a block in units of 8, and of a warp in units of 2.
-    blocks, finishing
-        Blocks per SM; and with an epilogue, which takes registers, if not as many.
+    blocks
+        Blocks per SM.
     cost
         Cost of a row of an octet, relative to other tiles for the same kernel.
     """
@@ -73,7 +70,6 @@ class PairTile:
     octets: int = 4
     pairs: int = 4
     blocks: int = 3
-    finishing: int = 0
     cost: float = 1.0
 
     @property
@@ -91,25 +87,16 @@ class PairTile:
         blocks = self.units + 1 if self.stride == 1 else 2 * self.units
         return ((blocks - 1) * 4 // self.stride + 3) * self.stride // STRIP_COLUMNS
 
-    def architectures(self, epilogue: bool) -> tuple[str, ...]:
-        """Return those whose compiler finds registers for it."""
-        spills = epilogue and self.kernel_rows == 7 and self.pairs == 4
-        return architectures_since((9, 0)) if spills else ARCHITECTURES
-
-    def blocks_of(self, work: ConvWork) -> int:
-        """Return the blocks per SM for a work."""
-        return self.blocks if work.epilogue_free else self.finishing or self.blocks
-
 
 # Of the tiles that fit a kernel, the one with the least predicted time is used.
 PAIR_TILES = (
     PairTile(3, 1, 2, 4, blocks=4),
     PairTile(3, 1, 2, 6, blocks=2),
-    PairTile(5, 1, 2, 4, blocks=3, finishing=2),
+    PairTile(5, 1, 2, 4, blocks=3),
     PairTile(5, 1, 2, 6, blocks=2),
-    PairTile(7, 1, 3, 4, blocks=2, finishing=1),
+    PairTile(7, 1, 3, 4, blocks=2),
     # Blocks of half the size, for few pixels.
-    PairTile(7, 1, 3, 2, pairs=2, blocks=4, finishing=3, cost=1.15),
+    PairTile(7, 1, 3, 2, pairs=2, blocks=4, cost=1.15),
     PairTile(9, 1, 3, 2, pairs=1, blocks=2),
     PairTile(13, 1, 4, 2, pairs=1, blocks=1),
     PairTile(5, 2, 1, 6, blocks=2),
@@ -168,12 +155,12 @@ class DepthwisePairs(Solver[ConvWork, Launch]):
             _instance(dtype, tile, epilogue)
             for tile in self._tiles
             for dtype in IN_16_BITS
-            for epilogue in (False, True)
+            for epilogue in ((False, True) if tile.stride == 1 else (False,))
         ]
 
     def _tile(self, work: ConvWork, plane: Plane, device: CudaDevice) -> PairTile | None:
         """Return the tile with the least predicted time among the smallest that fit the kernel."""
-        if work.direction == "fwd" and plane.stride > 1:
+        if plane.stride > 1 and (work.direction == "fwd" or not work.epilogue_free):
             return None
         reads = _columns(plane.reach[1], plane.stride, _result(work, plane)[1][1])[2]
         holding = [
@@ -181,8 +168,6 @@ class DepthwisePairs(Solver[ConvWork, Launch]):
             for tile in self._tiles
             if tile.stride == plane.stride
             and plane.reach[0] <= tile.kernel_rows
-            and listed_architecture(device.architecture)
-            in tile.architectures(not work.epilogue_free)
             and reads <= tile.units * 4
         ]
         if not holding:
@@ -240,7 +225,6 @@ class _Cut:
     """
 
     tile: PairTile
-    blocks: int
     strips: int
     base: int
     rows: int
@@ -258,7 +242,6 @@ class _Cut:
         round_pixels = tile.threads // tile.octets
         return cls(
             tile,
-            tile.blocks_of(work),
             strips,
             base,
             (height - 1 + pad[0]) // plane.stride - base + 1,
@@ -279,7 +262,7 @@ class _Cut:
         halo rows, and a fixed cost.
         """
         beside = ceil_div(self.tile.kernel_rows, self.tile.stride) - 1 + START_ROWS
-        resident = resident_blocks(device, self.shared_bytes, self.blocks)
+        resident = resident_blocks(device, self.shared_bytes, self.tile.blocks)
         together = resident // device.multiprocessors
         every = self.rows * self.tiles
 
@@ -341,11 +324,10 @@ def place_bytes(tile: PairTile, pixels: int, strided: bool = False) -> int:
 def _instance(dtype: DType, tile: PairTile, epilogue: bool) -> Instance:
     return Instance.of(
         "depthwise/depthwise_pairs.cu",
-        tile.architectures(epilogue),
         ELEMENT=dtype,
         KERNEL_H=tile.kernel_rows,
         **macros_of(tile, "stride", "units", "octets", "pairs"),
         STAGES=STAGES,
-        BLOCKS=(epilogue and tile.finishing) or tile.blocks,
-        EPILOGUE=epilogue or None,
+        BLOCKS=tile.blocks,
+        EPILOGUE=epilogue,
     )

@@ -17,6 +17,7 @@
 // Preconditions: strides and channels in multiples of VECTOR, `vectors` in multiples of 4, a plane's extent
 // below 2^31 elements, items below 2^31, `arrived` being 0; VECTOR = 1 with a multiplier.
 // Elements outside a tensor are read as zeros.
+#include "core/architecture.cuh"
 #include "depthwise/depthwise_weight_args.cuh"
 #include "depthwise/depthwise_weight_sum.cuh"
 #include "depthwise/depthwise_words.cuh"
@@ -53,6 +54,8 @@ using Raw = typename RawOf<sizeof(T) * VECTOR>::type;
 
 constexpr int kRead = (COLUMNS - 1) * STRIDE + KERNEL;
 constexpr int kSums = KERNEL * VECTOR;
+// Blocks of an SM: on Blackwell registers suffice for one with long rows of taps.
+constexpr int kBlocks = kBlackwell && KERNEL > 7 ? 1 : BLOCKS;
 
 struct Operands {
   Raw x[kRead], y[COLUMNS];
@@ -131,7 +134,7 @@ __device__ __forceinline__ void put(const DepthwiseWeightRowsArgs& args, int ind
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+extern "C" __global__ void __launch_bounds__(THREADS, kBlocks)
     depthwise_weight_rows(const __grid_constant__ DepthwiseWeightRowsArgs args) {
   extern __shared__ __align__(16) unsigned char shared[];
   __shared__ u64 barrier;

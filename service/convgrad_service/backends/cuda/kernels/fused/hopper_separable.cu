@@ -6,7 +6,7 @@
 //
 // Launched by hopper_separable.py. GEMM: M = kOutputs of the outputs, N = the COLUMNS pixels
 // of a tile, K = the channels, in chunks of ROW_BYTES / 2.
-// Item: a tile of TILE_H x TILE_W pixels in each of IMAGES images, and a slice of the outputs; slices
+// Item: a tile of TILE_H x TILE_W pixels, and a slice of the outputs; slices
 // of one tile are consecutive. A persistent block computes every gridDim-th item. It is warp
 // specialized: GROUPS consumer warpgroups multiply, each PARTS x 64 outputs, and SHARERS of them have
 // the same outputs and different rows of the tile. Two warpgroups are teams that compute a chunk of

@@ -102,7 +102,7 @@ class HopperSeparable:
         args.slices = ceil_div(second.out_channels, tile.outputs)
         args.tiles_across = ceil_div(first.output[2], tile.width)
         args.tiles_down = ceil_div(first.output[1], tile.height)
-        tiles = args.tiles_across * args.tiles_down * ceil_div(first.batch, tile.images)
+        tiles = args.tiles_across * args.tiles_down * first.batch
         args.items = tiles * args.slices
         args.x_stages, args.w_stages = schedule.x_stages, schedule.w_stages
         args.resident = schedule.resident
@@ -123,7 +123,7 @@ class HopperSeparable:
             pack_maps(args, maps, w0=first.w, bias0=first.bias, bias1=second.bias),
             schedule.shared_bytes,
         )
-        name = f"{self.name}_{tile.height}x{tile.width}x{tile.images}_{tile.outputs}"
+        name = f"{self.name}_{tile.height}x{tile.width}_{tile.outputs}"
         return Fragment(name, (launch,), expected_s=expected_s(schedule, work, device))
 
     def instances(self) -> Iterable[Instance]:
@@ -132,7 +132,7 @@ class HopperSeparable:
 
 def _results(second: ConvWork, tile: SeparableTile) -> TiledMap:
     """Return the tensor map of the result, whose box is 64 outputs of a group's pixels."""
-    box = (64, tile.width, tile.height // tile.sharers, tile.images)
+    box = (64, tile.width, tile.height // tile.sharers, 1)
     return TiledMap.of_images(
         second.y, second.out_channels, second.output[1:], second.batch, box, swizzle=128
     )
@@ -151,7 +151,7 @@ def _rows(operand: Operand, channels: int, outputs: int, tile: SeparableTile) ->
 
 def _boxes(first: ConvWork, tile: SeparableTile) -> TiledMap:
     """Return the tensor map of the input, whose box is a tile's pixels with their halo."""
-    box = (tile.chunk, *tile.box, tile.images)
+    box = (tile.chunk, *tile.box, 1)
     return TiledMap.of_images(first.x, first.groups, first.input[1:], first.batch, box)
 
 

@@ -20,7 +20,7 @@ struct HopperSeparableArgs {
   int outputs;
   int chunks;        // chunks of the channels
   int slices;        // slices of kOutputs outputs
-  int tiles_across;  // in an image, or in kImages of them
+  int tiles_across;  // in an image
   int tiles_down;
   int items;     // items: slices of tiles, over all images
   int x_stages;  // stages of the ring of boxes of x
@@ -40,17 +40,17 @@ constexpr int kGroups = GROUPS, kSharers = SHARERS, kParts = PARTS;
 constexpr int kOutputs = kGroups / kSharers * kParts * 64;
 constexpr int kColumns = COLUMNS;  // columns of a product: a group's pixels and padding
 constexpr int kFragments = kColumns / 8;
-constexpr int kStride = STRIDE, kImages = IMAGES;
-constexpr int kTileW = TILE_W, kTileH = TILE_H;  // pixels of a tile, in each of its images
+constexpr int kStride = STRIDE;
+constexpr int kTileW = TILE_W, kTileH = TILE_H;  // pixels of a tile
 constexpr int kUnitW = UNIT_W, kUnitH = UNIT_H;  // pixels that a lane computes
 constexpr int kBoxW = BOX_W, kBoxH = (kTileH - 1) * kStride + 3;
-constexpr int kBoxBytes = kBoxW * kBoxH * kImages * kRowBytes;
+constexpr int kBoxBytes = kBoxW * kBoxH * kRowBytes;
 // With the box: its channels' depthwise weights and biases.
 constexpr int kTapBytes = 18;
 constexpr int kTapsAt = (kBoxBytes + 127) / 128 * 128, kBiasesAt = kTapsAt + kChunk * kTapBytes;
 constexpr int kBoxStage = (kBiasesAt + kChunk * 2 + 127) / 128 * 128;
 constexpr int kWeightBytes = kOutputs * kRowBytes;
-constexpr int kOwnPixels = kImages * kTileH * kTileW / kSharers;  // of a group
+constexpr int kOwnPixels = kTileH * kTileW / kSharers;  // of a group
 constexpr int kMiddleRows = kOwnPixels * (kSharers - 1) + kColumns;
 constexpr int kMiddleBytes = (kMiddleRows * kRowBytes + 1023) / 1024 * 1024;
 constexpr int kMiddles = MIDDLES;
@@ -59,22 +59,20 @@ constexpr int kStagingBytes = kColumns * 128;  // of a group
 // Lanes have two channels each, so a warp has one unit of 64 channels or two of 32.
 constexpr int kLanes = kChunk / 2, kHalves = 32 / kLanes;
 constexpr int kStrips = (kTileW + kUnitW - 1) / kUnitW;
-constexpr int kUnits = kStrips * (kTileH / kUnitH) * kImages;
+constexpr int kUnits = kStrips * (kTileH / kUnitH);
 // Two teams of four warps compute a chunk each at a time. A warp has one or two units (twice as many
 // with half chunks): those after the first four are kNextPixels further on.
 constexpr int kTeams = 2, kMakers = 4;  // warps of a team
 constexpr int kWarpUnits = kUnits / kHalves, kTurns = (kWarpUnits + kMakers - 1) / kMakers;
-constexpr bool kNextImage = kStrips == kMakers;
-constexpr int kNextPixels = kNextImage ? kTileH * kTileW : kMakers * kUnitW;
-constexpr int kNextRead = kNextImage ? kBoxH * kBoxW : kMakers * kUnitW * kStride;
+constexpr int kNextPixels = kMakers * kUnitW, kNextRead = kNextPixels * kStride;
 constexpr int kConsumers = kGroups * 4;    // warps
 constexpr int kThreads = (kGroups + 3) * 128;
 
 static_assert(kTileH % kUnitH == 0 && kUnits % kHalves == 0, "whole units");
-static_assert(kWarpUnits >= kMakers && kTurns <= 2 && (kNextImage || kStrips == kWarpUnits),
+static_assert(kWarpUnits >= kMakers && kTurns <= 2 && kStrips == kWarpUnits,
               "the second unit of each warp is as far from the first");
 static_assert(kOwnPixels <= kColumns && kColumns % 8 == 0, "room for the tile");
-static_assert(kGroups % kSharers == 0 && kImages * kTileH * kTileW % kSharers == 0, "alike");
+static_assert(kGroups % kSharers == 0 && kTileH * kTileW % kSharers == 0, "alike");
 static_assert(kBoxW >= (kTileW - 1) * kStride + 3, "the halo");
 
 // Shared-memory addresses.
@@ -116,10 +114,10 @@ struct ItemAt {
   __device__ __forceinline__ ItemAt(const HopperSeparableArgs& args, int item) {
     const int tile = divide(item, args.by_slices);
     slice = item - tile * args.slices;
-    const int above = divide(tile, args.by_across), images = divide(above, args.by_down);
+    const int above = divide(tile, args.by_across);
+    n = divide(above, args.by_down);
     column = (tile - above * args.tiles_across) * kTileW;
-    row = (above - images * args.tiles_down) * kTileH;
-    n = images * kImages;
+    row = (above - n * args.tiles_down) * kTileH;
   }
 };
 

@@ -33,11 +33,9 @@ struct Maker {
     const int unit = warp + lane / kLanes * kWarpUnits;
     const int above = unit / kStrips;
     column = (unit - above * kStrips) * kUnitW;
-    const int image = above / (kTileH / kUnitH);
-    const int row = (above - image * (kTileH / kUnitH)) * kUnitH;
-    read = place.boxes + pair * 4 +
-           ((image * kBoxH + row * kStride) * kBoxW + column * kStride) * kRowBytes;
-    const int first = (image * kTileH + row) * kTileW + column;
+    const int row = above * kUnitH;
+    read = place.boxes + pair * 4 + (row * kStride * kBoxW + column * kStride) * kRowBytes;
+    const int first = row * kTileW + column;
 #pragma unroll
     for (int i = 0; i < 8; ++i) written[i] = place_of(first + i) - i * kRowBytes;
   }
@@ -112,7 +110,7 @@ struct Maker {
   __device__ __forceinline__ void add_rows(u32 box, u32 to, const float (&weight)[9][2],
                                            const float (&bias)[2]) const {
     constexpr int kFirst = kTurn * kNextPixels;
-    constexpr int kColumn = kNextImage ? 0 : kTurn * kMakers * kUnitW;
+    constexpr int kColumn = kTurn * kMakers * kUnitW;
     float sum[kOpen][kUnitW][2];
     u32 next[kAhead][kReadW];
 #pragma unroll

@@ -28,7 +28,7 @@ class SeparableTile:
         Bytes of a chunk of a pixel's channels.
     groups, parts
         Consumer warpgroups, and blocks of 64 outputs of each.
-    width, height, images
+    width, height
         Extents of a tile.
     unit_width, unit_height
         Pixels of a lane.
@@ -44,7 +44,6 @@ class SeparableTile:
     stride: int
     width: int
     height: int
-    images: int
     unit_width: int
     unit_height: int
     middles: int = 3
@@ -60,7 +59,7 @@ class SeparableTile:
 
     @property
     def pixels(self) -> int:
-        return self.width * self.height * self.images
+        return self.width * self.height
 
     @property
     def columns(self) -> int:
@@ -81,7 +80,7 @@ class SeparableTile:
     def units(self) -> int:
         """Number of warp-sized units of the intermediate."""
         strips = ceil_div(self.width, self.unit_width)
-        return strips * (self.height // self.unit_height) * self.images * self.row_bytes // 128
+        return strips * (self.height // self.unit_height) * self.row_bytes // 128
 
     @property
     def threads(self) -> int:
@@ -100,7 +99,7 @@ class SeparableTile:
     def box_bytes(self) -> int:
         """Bytes of a stage: a box, and the depthwise weights and biases of its channels."""
         width, height = self.box
-        box = _whole(width * height * self.images * self.row_bytes, 128)
+        box = _whole(width * height * self.row_bytes, 128)
         return box + _whole(self.chunk * 20, 128)
 
     @property
@@ -112,9 +111,7 @@ class SeparableTile:
         """Return the preprocessor macros of an instance."""
         consumers, makers, loaders = self.registers
         return {
-            **macros_of(
-                self, "row_bytes", "groups", "sharers", "parts", "columns", "stride", "images"
-            ),
+            **macros_of(self, "row_bytes", "groups", "sharers", "parts", "columns", "stride"),
             "TILE_W": self.width,
             "TILE_H": self.height,
             "UNIT_W": self.unit_width,
@@ -141,14 +138,12 @@ class SeparableTile:
 
 TILES = (
     # For few channels: half a warp takes 32 of them.
-    SeparableTile(64, 2, 1, 1, 14, 14, 1, 2, 7, sharers=2),
-    SeparableTile(128, 1, 1, 1, 14, 7, 1, 2, 7),
-    SeparableTile(128, 2, 1, 1, 14, 7, 1, 2, 7),
-    SeparableTile(128, 2, 2, 1, 14, 7, 1, 2, 7),
-    SeparableTile(128, 2, 2, 1, 7, 7, 2, 2, 7),
-    SeparableTile(128, 2, 2, 1, 19, 5, 1, 3, 5),
-    SeparableTile(128, 2, 1, 2, 14, 7, 1, 2, 7, middles=2),
-    SeparableTile(128, 2, 2, 2, 7, 7, 1, 2, 7),
+    SeparableTile(64, 2, 1, 1, 14, 14, 2, 7, sharers=2),
+    SeparableTile(128, 2, 1, 1, 14, 7, 2, 7),
+    SeparableTile(128, 2, 2, 1, 14, 7, 2, 7),
+    SeparableTile(128, 2, 2, 1, 19, 5, 3, 5),
+    SeparableTile(128, 2, 1, 2, 14, 7, 2, 7, middles=2),
+    SeparableTile(128, 2, 2, 2, 7, 7, 2, 7),
 )
 
 
@@ -202,7 +197,7 @@ def expected_s(schedule: Schedule, work: FusedWork, device: CudaDevice) -> float
     tile, first, second = schedule.tile, work.first, work.second
     chunks = ceil_div(first.groups, tile.chunk)
     slices = ceil_div(second.out_channels, tile.outputs)
-    tiles = ceil_div(first.batch, tile.images)
+    tiles = first.batch
     for extent, own in zip(first.output[1:], (tile.height, tile.width), strict=True):
         tiles *= ceil_div(extent, own)
     per_lane = tile.unit_width * tile.unit_height
@@ -213,7 +208,7 @@ def expected_s(schedule: Schedule, work: FusedWork, device: CudaDevice) -> float
     turns = ceil_div(tiles * slices, device.multiprocessors)
     read = first.batch * first.groups * first.input[1] * first.input[2]
     written = second.out_channels * first.pixels
-    boxes = tile.box[0] * tile.box[1] * tile.images * tile.row_bytes
+    boxes = tile.box[0] * tile.box[1] * tile.row_bytes
     weights = 0 if schedule.resident else tile.weight_bytes
     loaded = tiles * slices * chunks * (boxes + weights)
     memory = max(2 * (read + written) / MEMORY, loaded / L2_CACHE)

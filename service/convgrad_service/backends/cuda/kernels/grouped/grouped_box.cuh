@@ -5,16 +5,11 @@
 // bank conflicts. Missing positions and channels are zeros.
 #pragma once
 
+#include "core/architecture.cuh"
 #include "core/epilogue.cuh"
 #include "ptx/mma.cuh"
 
 namespace convgrad {
-
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
-constexpr bool kBlackwell = true;
-#else
-constexpr bool kBlackwell = false;
-#endif
 
 struct Box {
   int extent[4];  // images, D, H, W

@@ -91,17 +91,17 @@ def image_rows(work: ConvWork) -> PixelRows | None:
     return PixelRows(x, y, 1, (1, batch, pixels), ones, ones, (0, 0, 0))
 
 
-def flat_planes(work: ConvWork) -> ConvWork | None:
+def flat_planes(work: ConvWork, together: int = 1) -> ConvWork | None:
     """Return a pointwise work of stride 1 with each plane as one row, if planes allow it.
 
-    Planes must be contiguous and multiples of 16 bytes.
+    Planes must be contiguous, and ``together`` channels start at multiples of 16 bytes.
     """
     if work.taps > 1 or max(work.stride) > 1 or work.input != work.output or any(work.pad):
         return None
     operands = []
-    for operand in (work.x, work.y):
-        pixels = plane_pixels(operand, work.batch, work.output)
-        if pixels is None:
+    for operand, channels in ((work.x, work.in_channels), (work.y, work.out_channels)):
+        pixels = plane_pixels(operand, work.batch, work.output, together)
+        if pixels is None or channels % together:
             return None
         image, group, channel = operand.strides[:3]
         operands.append(replace(operand, strides=(image, group, channel, pixels, pixels, 1)))
@@ -118,14 +118,16 @@ def flat_planes(work: ConvWork) -> ConvWork | None:
     return replace(work, conv=conv, x=operands[0], y=operands[1])
 
 
-def plane_pixels(operand: Operand, batch: int, size: Size3) -> int | None:
-    """Return the pixels of a plane if it is contiguous in aligned 16-byte chunks, else None."""
+def plane_pixels(operand: Operand, batch: int, size: Size3, together: int = 1) -> int | None:
+    """Return the pixels of a plane if it is contiguous, and if ``together`` planes are in aligned
+    16-byte chunks, else None."""
     pixels, chunk = 1, CHUNK_BYTES // operand.dtype.itemsize
     for extent, stride in zip(reversed(size), reversed(operand.strides[3:]), strict=True):
         if extent > 1 and stride != pixels:
             return None
         pixels *= extent
     image, _, channel = operand.strides[:3]
-    if pixels % chunk or channel % chunk or (batch > 1 and image % chunk):
+    whole = together * pixels % chunk == together * channel % chunk == 0
+    if not whole or (batch > 1 and image % chunk):
         return None
     return pixels

@@ -14,6 +14,7 @@
 namespace convgrad {
 
 constexpr int kBoxThreads = 256;
+constexpr int kLineRun = 4;  // lines of a thread in window_lines.cuh
 
 struct BoxArgs {
   WindowArgs windows;
@@ -22,13 +23,16 @@ struct BoxArgs {
   int box[3];    // the most positions of x under a tile
   int planes;    // of a block, a multiple of kTogether for window_planes.cu
   int pitch[3];  // elements of x between planes, slices and lines, in shared memory
+  int padded;    // bytes after a group of planes in shared memory, so that groups differ in their banks: a chunk or 0
+  Divider by_group;  // chunks of such a group
   int y_pitch;   // elements of y between lines, in shared memory
   int whole;     // whether a block has whole planes
   int by_lines;  // whether each line is a segment
-  int y_at, places_at, ranges_at, weights_at;  // bytes, in shared memory
+  int y_at, places_at, ranges_at, weights_at;  // bytes, in shared memory; sums of lines are at y_at
   int staged;       // whether y, and indices of 32 bits, are copied to shared memory first
   Divider by_tile[3];  // axis 1: by the runs of a column
   Divider by_tiles[3];
+  Divider by_columns, by_line_runs, by_slices;  // tile[2]; runs of box[1]; box[0]
 };
 
 struct Box {
@@ -80,6 +84,12 @@ struct Box {
       if (whole < chunks && thread == 0) {
         const int rest = static_cast<int>(left) - whole * kChunk;
         cp_async<16>(target + whole * 16, source + whole * 16, rest * static_cast<int>(sizeof(E)));
+      }
+      if (args.padded) {
+        for (int c = thread; c < whole; c += kBoxThreads) {
+          cp_async<16>(target + (c + divide(c, args.by_group)) * 16, source + c * 16);
+        }
+        return;
       }
       target += thread * 16;
       source += thread * 16;

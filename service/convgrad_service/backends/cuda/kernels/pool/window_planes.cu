@@ -10,17 +10,20 @@
 // computes `run` adjacent positions of y along axis 1 in kTogether planes; beyond the last plane, those
 // are the first again. Adjacent threads have adjacent columns.
 // LINES, TAPS: windows have at most so many positions along the last two axes. 0: windows of any size.
+// LINE_SUMS: averages over windows of any size, from sums of a line's part of the windows, which the block stores in
+// shared memory first.
 // ROLLING: one slice, and windows of LINES lines that slide by so many of them; else 0. A line is reduced
 // once, for all windows of a run that contain it.
 // SIMPLE: one slice, and windows that slide by whole positions.
 // With `staged`, which needs whole planes, results are stored in shared memory first, and from there in
 // 16-byte chunks.
-// Block: 256 threads. Dynamic shared memory: the box of x, staged results, the windows along axis 1 of the tile, with
-// WEIGHTED a weight per column, line and slice of the box. Deterministic: the order of
+// Block: 256 threads. Dynamic shared memory: the box of x, staged results or sums of lines, the windows along axis 1
+// of the tile, with WEIGHTED a weight per column, line and slice of the box. Deterministic: the order of
 // additions follows from the windows, however the tile is chosen. Relies on windows that contain a
 // position for maxima. Index limits: planes, and elements of a tile, below 2^31; offsets in 64 bits.
 #include "pool/maximum.cuh"
 #include "pool/window_box.cuh"
+#include "pool/window_lines.cuh"
 #include "ptx/shared_element.cuh"
 
 using namespace convgrad;
@@ -93,6 +96,14 @@ struct Column {
   }
   // The part of a line, in the slices [first0, last0).
   __device__ __forceinline__ Parts line(int at, int first0, int last0) const {
+#if LINE_SUMS
+    Parts sums;
+#pragma unroll
+    for (int p = 0; p < kTogether; ++p) {
+      sums.of[p].value = element_at<S>(x[p] + first0 * slice_pitch + at * line_pitch);
+    }
+    return sums;
+#endif
     constexpr bool kBegins = SIMPLE || MAXIMA;
     Parts parts;
 #pragma unroll 1
@@ -164,6 +175,11 @@ extern "C" __global__ void __launch_bounds__(kBoxThreads, kBlocks)
 #endif
   cp_async_wait<0>();
   __syncthreads();
+#if LINE_SUMS
+  const u32 line_sums = shared_address(shared + args.y_at);
+  sum_lines<T, WEIGHTED>(args, box, x, line_sums, reinterpret_cast<const S*>(shared + args.weights_at));
+  __syncthreads();
+#endif
 
   const int runs = (args.tile[1] + windows.run - 1) / windows.run;
   const int groups = (box.planes + kTogether - 1) / kTogether;
@@ -193,8 +209,13 @@ extern "C" __global__ void __launch_bounds__(kBoxThreads, kBlocks)
     const int start2 = window_start<SIMPLE>(windows.window[2], o2) - box.first[2];
     Column column;
     column.taps = window_stop<SIMPLE>(windows.window[2], o2) - box.first[2] - start2;
+#if LINE_SUMS
+    column.line_pitch = args.tile[2] * static_cast<int>(sizeof(S));
+    column.slice_pitch = args.box[1] * column.line_pitch;
+#else
     column.slice_pitch = args.pitch[1] * kBytes;
     column.line_pitch = args.pitch[2] * kBytes;
+#endif
     column.line_size = windows.x_size[2];
     column.slice_size = windows.x_size[1] * windows.x_size[2];
     column.first = (box.first[0] * windows.x_size[1] + box.first[1]) * windows.x_size[2] +
@@ -210,7 +231,11 @@ extern "C" __global__ void __launch_bounds__(kBoxThreads, kBlocks)
 #pragma unroll
     for (int p = 0; p < kTogether; ++p) {
       const int own = plane + p < box.planes ? plane + p : plane;
+#if LINE_SUMS
+      column.x[p] = line_sums + own * args.box[0] * column.slice_pitch + at2 * static_cast<int>(sizeof(S));
+#else
       column.x[p] = x + (own * args.pitch[0] + start2) * kBytes;
+#endif
       target[p] = static_cast<u32>(own * outputs) + position;
     }
     const int end = min(at1 + windows.run, box.count[1]);

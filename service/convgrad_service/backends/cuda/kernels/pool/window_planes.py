@@ -8,12 +8,19 @@ from typing import NamedTuple
 
 from convgrad.dtypes import FLOATING, DType
 from convgrad_service.backends.cuda.arguments import pack
-from convgrad_service.backends.cuda.kernels.pool.window_box import BOX_BLOCK, Tile, tiled
+from convgrad_service.backends.cuda.kernels.pool.window_box import (
+    ANY,
+    BOX_BLOCK,
+    SHAPES,
+    Tile,
+    from_lines,
+    shape_of,
+    tiled,
+)
 from convgrad_service.backends.cuda.kernels.pool.window_form import (
     LARGEST,
     SMALL,
     WindowForm,
-    most_positions,
 )
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.families import Solver
@@ -22,9 +29,7 @@ from convgrad_service.plans.cuda.works import WindowWork
 
 __all__ = ["WindowPlanes"]
 
-# (LINES, TAPS) of windows; the first that fits is used.
-SHAPES = ((1, 4), (2, 2), (3, 3))
-ANY = (0, 0)
+PAIRED = (DType.FLOAT16, DType.BFLOAT16)
 # Of windows each of whose lines is reduced once, and by how many they slide.
 ROLLING_LINES, ROLLING_STEPS = 3, (1, 2)
 # Windows of so many positions are left to others unless positions are in many windows, or lines are
@@ -60,7 +65,7 @@ class WindowPlanes(Solver[WindowWork, Tiled]):
         arguments = tile.arguments(work, form)
         arguments.windows.wide_indices = work.index_dtype is DType.INT64
         launch = Launch(
-            _instance(work.dtype, _variant(work, form)),
+            _instance_of(work, form, tile),
             (tile.blocks(form), 1, 1),
             (BOX_BLOCK, 1, 1),
             pack(
@@ -81,8 +86,18 @@ class WindowPlanes(Solver[WindowWork, Tiled]):
             for simple, rolling in ((False, 0), *((True, step) for step in (0, *ROLLING_STEPS)))
             for maxima, weighted in ((True, False), (False, False), (False, True))
         ]
+        variants += [
+            _Variant(ANY, False, 0, False, weighted, from_lines=True) for weighted in (False, True)
+        ]
         chosen = dict.fromkeys(variant.compiled() for variant in variants)
-        return [
+        pairs = [
+            _pairs(dtype, weighted, staged)
+            for dtype in PAIRED
+            for weighted in (False, True)
+            for staged in (False, True)
+            if not (weighted and staged)
+        ]
+        return pairs + [
             _instance(dtype, variant)
             for dtype in FLOATING
             for variant in chosen
@@ -98,6 +113,7 @@ class _Variant(NamedTuple):
     rolling: int
     maxima: bool
     weighted: bool
+    from_lines: bool = False
 
     def compiled(self) -> _Variant:
         """Return what is compiled for it: several are rare and run as a more general one."""
@@ -113,15 +129,22 @@ class _Variant(NamedTuple):
 
 
 def _variant(work: WindowWork, form: WindowForm) -> _Variant:
-    _, lines, taps = map(most_positions, form.windows)
-    maxima = work.kind == "maxima"
-    fitting = (shape for shape in SHAPES if lines <= shape[0] and taps <= shape[1])
-    any_size = work.carried is not None or work.dtype not in SMALL
-    shape = ANY if any_size else next(fitting, ANY)
+    maxima, shape = work.kind == "maxima", shape_of(work, form)
     simple = form.is_simple(form.windows, form.counted)
     along = form.windows[1]
     rolling = along.step if simple and along.last - along.first == ROLLING_LINES else 0
-    return _Variant(shape, simple, rolling, maxima, form.varying == "inputs").compiled()
+    weighted = form.varying == "inputs"
+    return _Variant(shape, simple, rolling, maxima, weighted, from_lines(work, form)).compiled()
+
+
+def _instance_of(work: WindowWork, form: WindowForm, tile: Tile) -> Instance:
+    if tile.pair:
+        return _pairs(work.dtype, form.varying == "inputs", tile.staged(work, form))
+    return _instance(work.dtype, _variant(work, form))
+
+
+def _pairs(dtype: DType, weighted: bool, staged: bool) -> Instance:
+    return Instance.of("pool/window_pairs.cu", ELEMENT=dtype, WEIGHTED=weighted, STAGED=staged)
 
 
 def _instance(dtype: DType, variant: _Variant) -> Instance:
@@ -134,4 +157,5 @@ def _instance(dtype: DType, variant: _Variant) -> Instance:
         ROLLING=variant.rolling,
         MAXIMA=variant.maxima,
         WEIGHTED=variant.weighted,
+        LINE_SUMS=variant.from_lines,
     )

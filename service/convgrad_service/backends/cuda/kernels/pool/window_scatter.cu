@@ -9,9 +9,11 @@
 // numbers are equal modulo `phases` share no cell. A thread loads `rounds` windows of each phase, and adds
 // those that have their index in the tile to their cells, with a barrier after each phase.
 // It does so for `repeats` groups of `planes` planes, one after another.
-// With MOVE a cell is the number of the last window. SLICED: planes of several slices.
+// With MOVE a cell is the number of the last window. SLICED: planes of several slices. SIMPLE: windows slide
+// by whole positions.
 // Block: at least as many threads as a round has windows, 128 to 256. Dynamic shared memory: the cells, the positions of
 // windows along each axis, and of each round how far its windows are from the first round's.
+// VECTOR: adjacent elements of `inner` of a thread, aligned.
 // Deterministic, no atomics: the order of additions follows from the windows' numbers, however the tile is
 // chosen. Memory-safe for any index. Preconditions: if `inner` is 1, cells are in the order of y's elements.
 // Index limits: elements of an image of x and of y below 2^31; offsets in 64 bits.
@@ -65,7 +67,11 @@ struct Cell {
 
 constexpr int kChunk = 16 / sizeof(T);
 // Windows of a thread that are loaded before the first is added.
-constexpr int kBatch = 4;
+constexpr int kSeveral = 4 / VECTOR;
+template <int n>
+struct Count {
+  static constexpr int value = n;
+};
 constexpr u32 kNone = ~0u;  // no cell
 
 // Along an axis: the positions of the tile, [base, base + count) of y; its windows; the first phase's first window
@@ -77,7 +83,7 @@ struct Side {
 }  // namespace
 
 // Compilers for other GPUs need more registers.
-constexpr int kBlocks = sizeof(T) == 8 || __CUDA_ARCH__ != 900 ? 4 : 5;
+constexpr int kBlocks = sizeof(T) == 8 || MOVE || (SLICED && !SIMPLE) || __CUDA_ARCH__ != 900 ? 4 : 5;
 
 extern "C" __global__ void __launch_bounds__(256, kBlocks)
     window_scatter(const __grid_constant__ ScatterArgs args) {
@@ -110,7 +116,7 @@ extern "C" __global__ void __launch_bounds__(256, kBlocks)
   }
   // A thread's window of a phase, if that is the first window of the tile.
   int own[3], own_plane = divide(thread, args.by_channels);
-  const int channel = thread - own_plane * args.channels;
+  const int channel = (thread - own_plane * (args.channels / VECTOR)) * VECTOR;
 #pragma unroll
   for (int axis = 2; axis >= 0; --axis) {
     const int outer = divide(own_plane, args.by_grid[axis]);
@@ -120,8 +126,9 @@ extern "C" __global__ void __launch_bounds__(256, kBlocks)
   __syncthreads();
 
   // The windows' first positions, which may be outside of y, and lengths, axis by axis.
-  int2* const ranges = reinterpret_cast<int2*>(shared + args.cells);
+  [[maybe_unused]] int2* const ranges = reinterpret_cast<int2*>(shared + args.cells);
   int4* const step_at = reinterpret_cast<int4*>(shared + args.steps_at);
+#if !SIMPLE
   int ranges_at[3] = {args.box[2] + args.box[1], args.box[2], 0};
 #pragma unroll
   for (int axis = 2; axis >= 0; --axis) {
@@ -134,7 +141,12 @@ extern "C" __global__ void __launch_bounds__(256, kBlocks)
       ranges[ranges_at[axis] + i] = make_int2(low, high - low);
     }
   }
+#endif
   // A thread's windows: of each phase, `rounds` of them.
+  // Their distances along an axis are in positions of y with SIMPLE, else in windows.
+  int unit[3];
+#pragma unroll
+  for (int axis = 0; axis < 3; ++axis) unit[axis] = SIMPLE ? windows.counted[axis].whole : 1;
   const int steps = args.phases[0] * args.phases[1] * args.phases[2] * args.rounds;
 #pragma unroll 1
   for (int step = thread; step < steps; step += threads) {
@@ -149,11 +161,11 @@ extern "C" __global__ void __launch_bounds__(256, kBlocks)
       outer = above;
     }
     const int number = (at[0] * windows.x_size[1] + at[1]) * windows.x_size[2] + at[2];
-    step_at[step] = make_int4(at[0], at[1], at[2], number * windows.inner);
+    step_at[step] = make_int4(at[0] * unit[0], at[1] * unit[1], at[2] * unit[2], number * windows.inner);
   }
   int extent[3];
 #pragma unroll
-  for (int axis = 0; axis < 3; ++axis) extent[axis] = sides[axis].extent - own[axis];
+  for (int axis = 0; axis < 3; ++axis) extent[axis] = (sides[axis].extent - own[axis]) * unit[axis];
   if (own_plane >= args.planes || channel >= channels) extent[2] = 0;  // no window
   const i64 x_plane = static_cast<i64>(windows.x_plane) * windows.inner;
   const int own_number = ((sides[0].first + own[0]) * windows.x_size[1] + sides[1].first + own[1]) * windows.x_size[2] +
@@ -165,8 +177,28 @@ extern "C" __global__ void __launch_bounds__(256, kBlocks)
   asm volatile("" : "+l"(own_indices), "+l"(own_x));
   auto indices = reinterpret_cast<const INDEX*>(static_cast<const char*>(windows.indices) + own_indices);
   auto x = reinterpret_cast<const T*>(static_cast<const char*>(windows.x) + own_x);
+#if SIMPLE
+  // The first position of a thread's first window, and the length of windows.
+  int low[3], length[3];
+#pragma unroll
+  for (int axis = 0; axis < 3; ++axis) {
+    const WindowRange& range = windows.counted[axis];
+    low[axis] = (sides[axis].first + own[axis]) * range.whole + range.first;
+    length[axis] = range.last - range.first;
+  }
+#else
 #pragma unroll
   for (int axis = 0; axis < 3; ++axis) ranges_at[axis] += own[axis];
+#endif
+  // Whether a position, of those of y along an axis, is in a window.
+  const auto contains = [&](int axis, [[maybe_unused]] bool exists, int at, int position) {
+#if SIMPLE
+    return static_cast<u32>(position - low[axis] - at) < static_cast<u32>(length[axis]);
+#else
+    const int2 range = ranges[exists ? ranges_at[axis] + at : 0];
+    return static_cast<u32>(position - range.x) < static_cast<u32>(range.y);
+#endif
+  };
   // What an index in the plane of y is in the tile; if they are not adjacent, once it is decoded.
   const int bases[3] = {sides[0].base, sides[1].base, sides[2].base};
   const int counts[3] = {sides[0].count, sides[1].count, sides[2].count};
@@ -200,64 +232,70 @@ extern "C" __global__ void __launch_bounds__(256, kBlocks)
     }
     __syncthreads();
     int rounds = args.rounds;  // left of a phase
-#pragma unroll 1
-    for (int first = 0; first < steps; first += kBatch) {
-      INDEX found[kBatch] = {};
-      T values[kBatch] = {};
+    // Of windows that follow one another in step_at.
+    const auto add = [&](auto batch, int first) {
+      constexpr int kBatch = decltype(batch)::value;
+      Vector<INDEX, VECTOR> found[kBatch];
+      [[maybe_unused]] Vector<T, VECTOR> values[kBatch];
 #pragma unroll
       for (int b = 0; b < kBatch; ++b) {
-        if (first + b >= steps) break;
         const int4 at = step_at[first + b];
-        if (!has(at)) continue;
-        found[b] = indices[at.w];
-        if (!MOVE) values[b] = x[at.w];
+        load_ahead_if(has(at), indices + at.w, found[b].raw);
+        if (!MOVE) load_ahead_if(has(at), x + at.w, values[b].raw);
       }
-      u32 targets[kBatch];  // cells, in shared memory
+      u32 targets[kBatch][VECTOR];  // cells, in shared memory
       [[maybe_unused]] int numbers[kBatch];
 #pragma unroll
       for (int b = 0; b < kBatch; ++b) {
-        targets[b] = kNone;
-        if (first + b >= steps) break;
         // Without branches.
         const int4 at = step_at[first + b];
         const bool exists = has(at);
         if (MOVE) numbers[b] = own_number + at.w / windows.inner;
-        const int index = static_cast<int>(found[b]);
-        int line = divide(index, args.by_y_size[2]);
-        const int column = index - line * size[2];
-        const int2 lines = ranges[exists ? ranges_at[1] + at.y : 0], columns = ranges[exists ? ranges_at[2] + at.z : 0];
-        bool inside = static_cast<u32>(index) < y_positions, here = exists;
-        if (sizeof(INDEX) > 4) inside &= static_cast<i64>(found[b]) >> 32 == 0;
-        u32 cell = own_cell;
-        if (SLICED) {
-          const int slice = divide(line, args.by_y_size[1]);
-          const int2 slices = ranges[exists ? ranges_at[0] + at.x : 0];
-          line -= slice * size[1];
-          inside &= static_cast<u32>(slice - slices.x) < static_cast<u32>(slices.y);
-          here &= static_cast<u32>(slice - bases[0]) < static_cast<u32>(counts[0]);
-          cell += slice * cell_slice;
+#pragma unroll
+        for (int v = 0; v < VECTOR; ++v) {
+          const INDEX own_index = found[b].at[v];
+          const int index = static_cast<int>(own_index);
+          int line = divide(index, args.by_y_size[2]);
+          const int column = index - line * size[2];
+          bool inside = static_cast<u32>(index) < y_positions, here = exists;
+          if (sizeof(INDEX) > 4) inside &= static_cast<i64>(own_index) >> 32 == 0;
+          u32 cell = own_cell + v * static_cast<int>(sizeof(Cell));
+          if (SLICED) {
+            const int slice = divide(line, args.by_y_size[1]);
+            line -= slice * size[1];
+            inside &= contains(0, exists, at.x, slice);
+            here &= static_cast<u32>(slice - bases[0]) < static_cast<u32>(counts[0]);
+            cell += slice * cell_slice;
+          }
+          inside &= contains(1, exists, at.y, line);
+          inside &= contains(2, exists, at.z, column);
+          here &= static_cast<u32>(line - bases[1]) < static_cast<u32>(counts[1]);
+          here &= static_cast<u32>(column - bases[2]) < static_cast<u32>(counts[2]);
+          cell += line * cell_row + column * cell_column;
+          good &= inside | !exists;
+          targets[b][v] = inside & here ? cell : kNone;
         }
-        inside &= static_cast<u32>(line - lines.x) < static_cast<u32>(lines.y);
-        inside &= static_cast<u32>(column - columns.x) < static_cast<u32>(columns.y);
-        here &= static_cast<u32>(line - bases[1]) < static_cast<u32>(counts[1]);
-        here &= static_cast<u32>(column - bases[2]) < static_cast<u32>(counts[2]);
-        cell += line * cell_row + column * cell_column;
-        good &= inside | !exists;
-        targets[b] = inside & here ? cell : kNone;
       }
 #pragma unroll
       for (int b = 0; b < kBatch; ++b) {
-        if (first + b >= steps) break;
-        if (targets[b] != kNone) {
-          Cell cell = {element_at<Content>(targets[b])};
-          cell.meet(values[b], numbers[b]);
-          store_element(targets[b], cell.content);
+#pragma unroll
+        for (int v = 0; v < VECTOR; ++v) {
+          const u32 target = targets[b][v];
+          if (target == kNone) continue;
+          Cell cell = {element_at<Content>(target)};
+          cell.meet(MOVE ? T{} : values[b].at[v], numbers[b]);
+          store_element(target, cell.content);
         }
         if (--rounds > 0) continue;
         rounds = args.rounds;
         __syncthreads();
       }
-    }
+    };
+    int step = 0;
+#pragma unroll 1
+    for (; step + kSeveral <= steps; step += kSeveral) add(Count<kSeveral>(), step);
+#pragma unroll 1
+    for (; step < steps; ++step) add(Count<1>(), step);
     indices += args.planes * x_plane;
     x += args.planes * x_plane;
 

@@ -28,11 +28,14 @@ from convgrad_service.plans.cuda.works import WindowWork
 
 __all__ = ["WindowScatter"]
 
-# Threads of a block, adjacent elements of `inner`, and bytes of its cells.
+# Threads of a block, bytes of its cells, and adjacent elements of `inner`: more if positions are in
+# few windows.
 LEAST_THREADS, MOST_THREADS, WARP = 128, 256, 32
-CHANNELS = 16
+CHANNELS, MORE_CHANNELS, FEW_WINDOWS = 16, 32, 3.0
 MOST_BYTES = 48 * 1024
 RANGE_BYTES, STEP_BYTES = 8, 16
+# Adjacent elements of a thread: two in planes of one slice, where positions are in so many windows.
+VECTORS, LEAST_OVERLAP, MOST_PHASES = (1, 2), 2.0, 16
 # Channels last, positions in fewer windows are left to others, and so are signals.
 LEAST_PHASES = 4
 # Windows of a phase of a thread that are tried, and the most of all phases.
@@ -69,7 +72,8 @@ class Side(NamedTuple):
 class Tile:
     """What a block computes, in ``planes`` planes and ``channels`` adjacent elements of ``inner``.
 
-    ``phases`` are the most windows that contain a position, along each axis.
+    ``phases`` are the most windows that contain a position, along each axis; a thread has
+    ``vector`` of the elements.
     """
 
     form: WindowForm
@@ -77,11 +81,12 @@ class Tile:
     sides: tuple[Side, Side, Side]
     planes: int
     channels: int
+    vector: int
 
     @property
     def threads(self) -> int:
         d, h, w = self.sides
-        return self.planes * self.channels * d.grid * h.grid * w.grid
+        return self.planes * (self.channels // self.vector) * d.grid * h.grid * w.grid
 
     @property
     def steps(self) -> int:
@@ -163,7 +168,9 @@ class WindowScatter(FromIndices[Tile]):
             )
         for most in (MOST_BYTES, device.shared_bytes_per_block - RESERVED_BYTES):
             fitting = [
-                tile for rounds in ROUNDS for tile in _fitting(form, work.dtype, most, rounds)
+                tile
+                for rounds in ROUNDS
+                for tile in _fitting(form, work.dtype, most, rounds, self._vector(work, form))
             ]
             costs = [tile.cost(work.dtype, device) for tile in fitting]
             tile = fitting[costs.index(min(costs))] if fitting else None
@@ -174,6 +181,13 @@ class WindowScatter(FromIndices[Tile]):
         if tile.blocks > MAX_BLOCKS:
             return "more blocks than a grid can have"
         return form.why_not() or tile
+
+    def _vector(self, work: WindowWork, form: WindowForm) -> int:
+        """Return the adjacent elements of a thread."""
+        aligned = form.inner % 2 == 0 and work.dtype.itemsize <= 4
+        several = aligned and _simple(form) and not self._moves and form.y_size[0] == 1
+        windows = form.overlap >= LEAST_OVERLAP and prod(_phases(form)) <= MOST_PHASES
+        return 2 if several and windows else 1
 
     def launch(self, work: WindowWork, device: CudaDevice, config: Tile, bad: str | None) -> Launch:
         tile, form, args = config, config.form, ScatterArgs()
@@ -190,11 +204,17 @@ class WindowScatter(FromIndices[Tile]):
             args.by_tile[axis], args.by_grid[axis] = divider_of(side.size), divider_of(side.grid)
             args.by_y_size[axis] = divider_of(form.y_size[axis])
         args.cells, args.steps_at, room = tile.places(work.dtype)
-        args.by_chunks, args.by_channels = divider_of(tile.chunks), divider_of(tile.channels)
+        args.by_chunks = divider_of(tile.chunks)
+        args.by_channels = divider_of(tile.channels // tile.vector)
         args.by_stores = divider_of(tile.channels // (chunk if args.vectors else 1))
         threads = max(LEAST_THREADS, ceil_div(tile.threads, WARP) * WARP)
         return Launch(
-            _instance(work.dtype, work.index_dtype, form.y_size[0] > 1, self._moves),
+            _instance(
+                work.dtype,
+                work.index_dtype,
+                (form.y_size[0] > 1, _simple(form), self._moves),
+                tile.vector,
+            ),
             (tile.blocks // tile.groups * ceil_div(tile.groups, args.repeats), 1, 1),
             (threads, 1, 1),
             pack(args, x=work.x, y=work.y, indices=work.indices, bad=bad),
@@ -204,10 +224,13 @@ class WindowScatter(FromIndices[Tile]):
     def instances(self) -> Iterable[Instance]:
         dtypes = MOVED.values() if self._moves else FLOATING
         return [
-            _instance(dtype, index, sliced, self._moves)
+            _instance(dtype, index, (sliced, simple, self._moves), vector)
             for dtype in dtypes
             for index in INDEX
             for sliced in (False, True)
+            for simple in (False, True)
+            for vector in VECTORS
+            if vector == 1 or (simple and dtype.itemsize <= 4 and not sliced and not self._moves)
         ]
 
 
@@ -220,14 +243,14 @@ def _phases(form: WindowForm) -> tuple[int, ...]:
     return tuple(min(most_positions(axis), axis.input) for axis in form.windows)
 
 
-def _fitting(form: WindowForm, dtype: DType, most: int, wanted: int) -> Iterator[Tile]:
+def _fitting(form: WindowForm, dtype: DType, most: int, wanted: int, vector: int) -> Iterator[Tile]:
     """The tiles of at most ``most`` bytes: of whole planes, and of parts of one.
 
     A thread has ``wanted`` windows of a phase, if there are as many along an axis. With ``inner``
     of 1 parts are adjacent elements.
     """
-    parts = ceil_div(form.inner, CHANNELS)
-    channels = ceil_div(form.inner, parts)
+    parts = ceil_div(form.inner, MORE_CHANNELS if form.overlap < FEW_WINDOWS else CHANNELS)
+    channels = ceil_div(ceil_div(form.inner, parts), vector) * vector
     if parts > 1:
         channels = ceil_div(channels, 8) * 8
     phases = _phases(form)
@@ -245,7 +268,7 @@ def _fitting(form: WindowForm, dtype: DType, most: int, wanted: int) -> Iterator
             sides[-1].append(Side(size, box, grid, rounds, ceil_div(axis.output, size)))
     whole, planes = (sides[0][0], sides[1][0], sides[2][0]), 1
     while planes <= form.batch:
-        tile = Tile(form, phases, whole, planes, channels)
+        tile = Tile(form, phases, whole, planes, channels, vector)
         if not tile.fits(dtype, most):
             break
         yield tile
@@ -259,13 +282,13 @@ def _fitting(form: WindowForm, dtype: DType, most: int, wanted: int) -> Iterator
                 break
             if d.size * h.size > room:
                 continue
-            if fits and channels * d.grid * h.grid * sides[2][0].grid < FEW_THREADS:
+            if fits and channels // vector * d.grid * h.grid * sides[2][0].grid < FEW_THREADS:
                 break
             found = 0
             for w in sides[2]:
                 if form.inner == 1 and d.size * h.size > 1 and w.tiles > 1:
                     break
-                tile = Tile(form, phases, (d, h, w), 1, channels)
+                tile = Tile(form, phases, (d, h, w), 1, channels, vector)
                 if not tile.fits(dtype, most):
                     continue
                 yield tile
@@ -275,8 +298,20 @@ def _fitting(form: WindowForm, dtype: DType, most: int, wanted: int) -> Iterator
                     break
 
 
-def _instance(dtype: DType, index: DType, sliced: bool, moves: bool) -> Instance:
+def _simple(form: WindowForm) -> bool:
+    """Whether windows slide by whole positions."""
+    return all(axis.unit == 1 and axis.step > 0 for axis in form.counted)
+
+
+def _instance(dtype: DType, index: DType, kind: tuple[bool, bool, bool], vector: int) -> Instance:
+    sliced, simple, moves = kind
     element = MOVED[dtype.itemsize] if moves else dtype
     return Instance.of(
-        "pool/window_scatter.cu", ELEMENT=element, INDEX=index, SLICED=sliced, MOVE=moves
+        "pool/window_scatter.cu",
+        ELEMENT=element,
+        INDEX=index,
+        SLICED=sliced,
+        SIMPLE=simple,
+        MOVE=moves,
+        VECTOR=vector,
     )

@@ -70,6 +70,20 @@ __device__ __forceinline__ void load_ahead_if(bool pred, const void* from, unsig
                : "l"(from), "r"(static_cast<int>(pred))
                : "memory");
 }
+__device__ __forceinline__ void load_ahead_if(bool pred, const void* from, uint2& raw) {
+  asm volatile("{.reg .pred p; setp.ne.b32 p, %3, 0; mov.b32 %0, 0; mov.b32 %1, 0; @p ld.global.v2.b32 {%0, %1}, [%2];}"
+               : "=r"(raw.x), "=r"(raw.y)
+               : "l"(from), "r"(static_cast<int>(pred))
+               : "memory");
+}
+__device__ __forceinline__ void load_ahead_if(bool pred, const void* from, uint4& raw) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %5, 0; mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0; "
+      "@p ld.global.v4.b32 {%0, %1, %2, %3}, [%4];}"
+      : "=r"(raw.x), "=r"(raw.y), "=r"(raw.z), "=r"(raw.w)
+      : "l"(from), "r"(static_cast<int>(pred))
+      : "memory");
+}
 
 // Loads from shared memory that the compiler cannot hoist out of a loop, where they would take more
 // registers than there are.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import product
 from math import prod
 
@@ -10,6 +11,7 @@ import pytest
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.conv.dense_gather import DenseGather
+from convgrad_service.backends.cuda.kernels.conv.dense_tiles import least_terms
 from convgrad_service.backends.cuda.kernels.conv.dense_weight import DenseWeight
 from convgrad_service.backends.cuda.kernels.core.gather_axes import gather_axis
 from convgrad_service.backends.cuda.kernels.layout.channels_last import prepare_activation
@@ -153,12 +155,28 @@ def test_true_float32_splits_its_factors_where_sums_are_long_enough() -> None:
                 if isinstance(step, Launch) and step.instance.entry.startswith("dense")
             )
             assert dict(launch.instance.defines)["SPLIT"] == split
-        few = work_of(direction, batch=1, size=3, channels=(15, 15), dtype=DType.FLOAT32)
-        assert "more accurate" in (family.why_not(few, H200) or "")
-        high = work_of(
-            direction, batch=1, size=3, channels=(15, 15), dtype=DType.FLOAT32, precision="high"
+        few = work_of(
+            direction, batch=1, size=3, kernel=1, pad=0, channels=(15, 15), dtype=DType.FLOAT32
         )
-        assert family.why_not(high, H200) is None
+        assert "more accurate" in (family.why_not(few, H200) or "")
+        assert family.why_not(replace(few, precision="high"), H200) is None
+
+
+@pytest.mark.parametrize("direction", ["fwd", "bwd_data"])
+def test_sums_at_borders_are_the_shortest(direction: Direction) -> None:
+    """Corners have 4 of 9 taps, and some positions one if the dilation is large."""
+    work = work_of(direction, size=9, channels=(12, 12), dtype=DType.FLOAT32)
+    assert least_terms(work) == 4 * 12
+    work = replace(work, conv=replace(work.conv, dilation=(3, 3), padding=((3, 3),) * 2))
+    assert least_terms(work) == 4 * 12
+    work = work_of(direction, size=5, channels=(7, 7), pad=3, dilation=3, dtype=DType.FLOAT32)
+    assert least_terms(work) == 7
+
+
+@pytest.mark.parametrize(("pad", "taps"), [(0, 3), (1, 2), (2, 1)])
+def test_padding_shortens_sums(pad: int, taps: int) -> None:
+    work = work_of("fwd", size=9, channels=(12, 12), pad=pad, dtype=DType.FLOAT32)
+    assert least_terms(work) == taps**2 * 12
 
 
 def test_what_tensor_cores_would_round_goes_elsewhere() -> None:

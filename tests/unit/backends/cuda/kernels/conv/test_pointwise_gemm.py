@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from convgrad.dtypes import DType
-from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm import PointwiseGemm, products_of
+from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm import PointwiseGemm
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_model import chosen, timed
+from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_products import products_of
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_tiles import CLUSTERS, Config
 from convgrad_service.plans.cuda.device import H200, CudaDevice
 from convgrad_service.plans.cuda.program import Launch, ceil_div
@@ -139,8 +140,9 @@ def test_channels_that_are_no_whole_chunks() -> None:
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("batch", [1, 8])
-def test_planes(batch: int, direction: Direction) -> None:
-    def of(size: int, layout: str = "NCHW") -> ConvWork:
+@pytest.mark.parametrize("size", [28, 7])
+def test_planes(size: int, batch: int, direction: Direction) -> None:
+    def of(layout: str = "NCHW") -> ConvWork:
         return work_of(
             direction,
             batch=batch,
@@ -151,25 +153,36 @@ def test_planes(batch: int, direction: Direction) -> None:
             layout=layout,
         )
 
-    family, work = PointwiseGemm(planes=True), of(28)
-    assert products_of(of(7)) == ()
-    assert family.why_not(of(28, "NHWC"), H200) is not None
-    if direction == "bwd_weight":
-        assert products_of(work) == ()
+    work, pixels = of(), size * size
+    assert PointwiseGemm(planes=True).why_not(of("NHWC"), H200) is not None
+    products = products_of(work)
+    if size == 7 and direction == "fwd":
+        assert not products
         return
-    (product,) = products_of(work)
-    found = timed(product, H200, COUNTERS)
-    assert found
-    for _, config in found:
-        stages = config.stages(product, H200)
-        assert stages >= 3
-        assert config.shared_bytes(product, stages) <= H200.shared_bytes_per_block
-        assert not config.reduces
-        # Tiles do not reach over images.
-        assert config.tiles(product)[0] == batch * ceil_div(28 * 28, config.m)
-    (step,) = family.launches(work, H200).steps
+    for product in products:
+        assert product.shifted == (size == 7)
+        found = timed(product, H200, COUNTERS)
+        assert found
+        for _, config in found:
+            stages = config.stages(product, H200)
+            assert stages >= min(3, config.steps_each(product))
+            assert config.shared_bytes(product, stages) <= H200.shared_bytes_per_block
+            # Neither tiles nor k-tiles reach over images.
+            if direction == "bwd_weight":
+                assert config.steps(product) == batch * ceil_div(pixels, config.depth)
+            else:
+                assert not config.reduces
+                tile = config.n if product.swapped else config.m
+                assert config.tiles(product)[product.swapped] == batch * ceil_div(pixels, tile)
+    (step,) = PointwiseGemm().launches(work, H200).steps
     assert isinstance(step, Launch)
     assert step.instance in INSTANCES
+
+
+@pytest.mark.parametrize("direction", ["bwd_data", "bwd_weight"])
+def test_planes_that_no_eight_channels_align(direction: Direction) -> None:
+    work = work_of(direction, batch=2, channels=(68, 64), size=7, kernel=1, pad=0, layout="NCHW")
+    assert products_of(work) == ()
 
 
 def test_long_work_may_be_left_to_others() -> None:

@@ -68,17 +68,18 @@ def test_every_candidate_is_an_instance_of_the_library(
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_both_operands_are_split_in_one_launch(direction: Direction) -> None:
+def test_both_operands_are_split_before_the_product(direction: Direction) -> None:
     work = float_work(direction, layout="NCHW", batch=5, channels=(36, 70), size=9)
     fragment = SplitGather().launches(work, H200)
-    split, product = launches_of(SplitGather(), work)
-    assert dict(split.instance.defines)["WEIGHTED"] == "1"
+    split, again, product = launches_of(SplitGather(), work)
+    assert again.instance == split.instance
     assert not split.overlaps
+    assert again.overlaps
     assert product.overlaps
     read, _ = work.channels
     padded = -(-read // 8) * 8
     elements = 5 * 81 * padded, 9 * 70 * 40
-    assert [item.size_bytes for item in fragment.workspace] == [6 * count for count in elements]
+    assert [item.size_bytes for item in fragment.workspace[:2]] == [6 * count for count in elements]
     maps = {buffer: one for _, buffer, one in product.arguments.maps}  # type: ignore[attr-defined]
     source, weight = maps["parts_source"], maps["parts_weight"]
     assert source.sizes == (read, 9, 9, 3 * 5)
@@ -107,6 +108,23 @@ def test_layers_of_many_products_are_split(direction: Direction) -> None:
     # Moving each element twice more would take longer than multiplying it.
     few = float_work(direction, batch=32, channels=(64, 64), size=56, kernel=1, pad=0)
     assert choose(families, few, H200).family != "split_gather"
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize(
+    ("read", "written", "kernel", "taken"),
+    [(12, 64, 1, True), (12, 15, 1, False), (12, 16, 3, True), (8, 64, 3, False)],
+)
+def test_few_channels(
+    direction: Direction, read: int, written: int, kernel: int, taken: bool
+) -> None:
+    """Sums of fewer than 16 products, which other tensor-core kernels leave to FMAs."""
+    channels = (read, written) if direction == "fwd" else (written, read)
+    work = float_work(direction, batch=32, channels=channels, kernel=kernel, pad=0, size=28)
+    assert (SplitGather().why_not(work, H200) is None) == taken
+    if taken and kernel == 1:
+        families = FAMILIES.fwd if direction == "fwd" else FAMILIES.bwd_data
+        assert choose(families, work, H200).family == "split_gather"
 
 
 def test_pixels_that_a_stride_skips_are_not_split() -> None:

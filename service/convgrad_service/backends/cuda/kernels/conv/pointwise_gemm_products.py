@@ -1,0 +1,147 @@
+"""The GEMMs of a 1x1 convolution (pointwise_gemm), by its operands' layouts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+
+from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_tiles import (
+    CHUNK_BYTES,
+    ITEM_BYTES,
+    Matrix,
+    Product,
+)
+from convgrad_service.backends.cuda.kernels.layout.planes import flat_planes
+from convgrad_service.plans.cuda.works import ConvWork, Operand
+from convgrad_service.problems.sizes import Size3
+
+__all__ = ["CHUNK", "SIDE", "products_of"]
+
+CHUNK = CHUNK_BYTES // ITEM_BYTES
+"""Elements of 16 bytes."""
+SIDE = 8
+"""Channels whose planes together are whole chunks, whatever their pixels."""
+
+
+def products_of(work: ConvWork) -> tuple[Product, ...]:
+    """Return the GEMMs that compute the work: none, one, or two, with A and B exchanged.
+
+    There is none if rows are not whole chunks. In float32 there are only those of weight gradients,
+    channels last.
+    """
+    x, y = _pitch(work.x, work.batch, work.input), _pitch(work.y, work.batch, work.output)
+    _, k, c, *_ = work.w.strides
+    inputs, outputs, pixels = work.in_channels, work.out_channels, work.pixels
+    item_bytes = work.dtype.itemsize
+    if item_bytes > ITEM_BYTES and (work.direction != "bwd_weight" or x is None or y is None):
+        return ()
+    if x is not None and _writes_planes(work):
+        a, b = Matrix(pixels, x, mn=False), Matrix(outputs, k, mn=False)
+        whole = x % CHUNK == k % CHUNK == 0
+        return (Product(a, b, inputs, 1, work.y.strides[2], stores=True),) if whole else ()
+    if c != 1 and inputs > 1:
+        return ()
+    if x is None and y is None:
+        return _planes(work)
+    if x is None or y is None:
+        return ()
+    if work.direction == "bwd_weight":
+        if max(x * item_bytes % CHUNK_BYTES, y * item_bytes % CHUNK_BYTES):
+            return ()
+        row = Matrix(outputs, y, mn=True, item_bytes=item_bytes)
+        column = Matrix(inputs, x, mn=True, item_bytes=item_bytes)
+        stores = item_bytes == ITEM_BYTES and _stores(work, k)
+        return (
+            Product(row, column, pixels, k, 1, stores),
+            Product(column, row, pixels, 1, k, stores=False, swapped=True),
+        )
+    backward = work.direction == "bwd_data"
+    read, written, depth = (y, x, outputs) if backward else (x, y, inputs)
+    if read % CHUNK or k % CHUNK:
+        return ()
+    a = Matrix(pixels, read, mn=False)
+    b = Matrix(inputs if backward else outputs, k, mn=backward)
+    product = Product(a, b, depth, written, 1, _stores(work, written))
+    if not (product.stores and work.epilogue_free):
+        return (product,)
+    return product, Product(b, a, depth, 1, written, stores=True, swapped=True)
+
+
+def _planes(work: ConvWork) -> tuple[Product, ...]:
+    """Return the GEMMs of a convolution of channels first: none, one, or two as `products_of`."""
+    k = work.w.strides[1]
+    for together in (1, 2, 4, SIDE):
+        flat = flat_planes(work, together)
+        if flat is not None:
+            break
+    else:
+        return ()
+    shifted = together > 1
+    if work.direction == "bwd_weight":
+        row, column = (
+            Matrix(channels, one.strides[2], mn=False, image=_image_stride(one, work))
+            for one, channels in ((flat.y, work.out_channels), (flat.x, work.in_channels))
+        )
+        pixels, images = work.pixels, work.batch
+        product = Product(row, column, pixels, k, 1, _stores(work, k), summed_images=images)
+        product = replace(product, together=together * shifted)
+        other = replace(product, a=column, b=row, row_stride=1, column_stride=k)
+        return product, replace(other, stores=False, swapped=True)
+    if k % CHUNK or (shifted and (work.direction == "fwd" or not work.epilogue_free)):
+        return ()
+    source, result = flat.sides
+    depth, columns = work.channels
+    channel = result.strides[2]
+    a = Matrix(work.pixels, source.strides[2], mn=True, image=_image_stride(source, work))
+    b = Matrix(columns, k, mn=work.direction == "bwd_data")
+    if not _stores(work, 0 if shifted else channel):
+        return ()
+    image = _image_stride(result, work)
+    product = Product(a, b, depth, 1, channel, stores=True, images=work.batch, image_stride=image)
+    if not shifted:
+        return (product,)
+    other = replace(product, a=b, b=a, row_stride=channel, column_stride=1, swapped=True)
+    return (replace(other, together=together),)
+
+
+def _image_stride(planes: Operand, work: ConvWork) -> int:
+    """Return the stride between images, and any valid one where there is one image."""
+    return planes.strides[0] if work.batch > 1 else SIDE * planes.strides[2]
+
+
+def _writes_planes(work: ConvWork) -> bool:
+    """Whether a forward pass of one row of pixels writes float32 planes: the products of col2im."""
+    return (
+        work.direction == "fwd"
+        and work.result_dtype is not work.dtype
+        and work.epilogue_free
+        and work.pixels == work.output[2]
+        and work.y.strides[5] == 1
+    )
+
+
+def _stores(work: ConvWork, pitch: int) -> bool:
+    """Return `Product.stores`."""
+    return (
+        work.accumulate is None
+        and work.activation == "none"
+        and work.result_dtype is work.dtype
+        and pitch % CHUNK == 0
+    )
+
+
+def _pitch(operand: Operand, batch: int, size: Size3) -> int | None:
+    """Return the pixel stride of an operand with contiguous channels, or None if it varies."""
+    n, _, channel, *spatial = operand.strides
+    if channel != 1:
+        return None
+    found, count = None, 1
+    for stride, extent in zip((*reversed(spatial), n), (*reversed(size), batch), strict=True):
+        if extent == 1:
+            continue
+        if found is None:
+            found = stride // count
+        if stride != found * count:
+            return None
+        count *= extent
+    return found or prod((spatial[2] or n,))
