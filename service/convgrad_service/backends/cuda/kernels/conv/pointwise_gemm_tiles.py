@@ -10,19 +10,8 @@ from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import ceil_div
 
-__all__ = [
-    "BOX_PIXELS",
-    "CHUNK_BYTES",
-    "CLUSTERS",
-    "ITEM_BYTES",
-    "MOST_GRID_PARTS",
-    "ROW_BYTES",
-    "SHIFTED",
-    "SLAB_ROWS",
-    "Config",
-    "Matrix",
-    "Product",
-]
+__all__ = ["BOX_PIXELS", "CHUNK_BYTES", "CLUSTERS", "ITEM_BYTES", "MOST_GRID_PARTS", "ROW_BYTES"]
+__all__ += ["SHIFTED", "SLAB_ROWS", "Config", "Matrix", "Product"]
 
 ROW_BYTES = (32, 64, 128)
 """Row lengths in shared memory, which are also the swizzle widths."""
