@@ -22,7 +22,7 @@ constexpr int kWarpgroupRows = BM / (kPingPong ? 1 : CONSUMERS), kMmasM = kWarpg
 constexpr int kNextRows = kPingPong ? 0 : kWarpgroupRows, kTileWarps = kPingPong ? 4 : CONSUMERS * 4;
 // Whether planes do not start at multiples of 16 bytes; other warps then align what the producers copy.
 constexpr bool kShifted = SHIFTED != 0, kShiftsA = kShifted && kImages;
-static_assert(!kShifted || kImages || (PLANES && TRANSPOSED), "operands that can be shifted");
+static_assert(!kShifted || (sizeof(T) == 2 && (kImages || (PLANES && TRANSPOSED))), "operands that can be shifted");
 // Of planes, pixels are along K or along N.
 constexpr int kPixelBoxes = kShifted ? (kImages ? DEPTH / 64 : BN / kBoxPixels) : 1;
 constexpr int kPixelChunks = kShifted ? (kImages ? DEPTH : BN) / 8 : 8;

@@ -18,7 +18,7 @@ constexpr int kBoxPixels = 56;
 // swizzle), followed by zeros up to kChunks chunks.
 template <class T, int kChannels, int kBoxes, int kChunks>
 struct ShiftedPlanes {
-  static_assert(sizeof(T) == 2 && kChannels % 64 == 0 && kBoxes * kBoxPixels <= kChunks * 8, "whole blocks");
+  static_assert(kChannels % 64 == 0 && kBoxes * kBoxPixels <= kChunks * 8, "whole blocks");
   static constexpr u32 kBoxBytes = kChannels * 128, kBytes = kBoxes * kBoxBytes;
 
   // By one thread of each of kParts warps: `stride` is that of channels.
