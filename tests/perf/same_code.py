@@ -1,12 +1,12 @@
 """Which rows older than their kernels' sources still hold: they were measured of the same code.
 
-    python -m tests.perf.same_code [--store]
+    python -m tests.perf.same_code [--results network_types.jsonl] [--store]
 
-Plans and compiles each such row of networks.jsonl in the working tree and in a checkout of the
-commit that it was measured at, for an H200. Where every launch has the same instructions, but for
-where arguments lie, and the same grid and shared memory, the figures hold; with ``--store`` such
-rows get the hashes of today's sources. Needs PyTorch, NVRTC, cuobjdump on the PATH and the
-repository's history, but no GPU.
+Plans and compiles each such row of networks.jsonl, or of the given file of bench_networks, in the
+working tree and in a checkout of the commit that it was measured at, for an H200. Where every
+launch has the same instructions, but for where arguments lie, and the same grid and shared memory,
+the figures hold; with ``--store`` such rows get the hashes of today's sources. Needs PyTorch, NVRTC,
+cuobjdump on the PATH and the repository's history, but no GPU.
 """
 
 from __future__ import annotations
@@ -133,6 +133,7 @@ def main() -> None:
     from tests.perf.stale import why_stale
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--store", action="store_true", help="store the sources that rows hold for")
     parser.add_argument("--describe", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--compiled", action="store_true", help=argparse.SUPPRESS)
@@ -140,14 +141,15 @@ def main() -> None:
     if asked.describe:
         print(json.dumps(describe(json.loads(sys.stdin.read()), compiled=asked.compiled)))
         return
-    rows = [json.loads(line) for line in RESULTS.read_text(encoding="utf-8").splitlines()]
+    rows = [json.loads(line) for line in asked.results.read_text(encoding="utf-8").splitlines()]
     stale = [row for row in rows if row.get("sources") and why_stale(row)]
     for row, holds in zip(stale, holding(stale) if stale else [], strict=True):
         print("holds " if holds else "differs", *(row[name] for name in KEY), row["kernel"])
         if holds:
             row["sources"] = {name: source_hash(name) for name in row["sources"]}
     if asked.store:
-        RESULTS.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        asked.results.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":
