@@ -5,8 +5,8 @@
 Plans and compiles each such row of networks.jsonl, or of the given file of bench_networks, in the
 working tree and in a checkout of the commit that it was measured at, for an H200. Where every
 launch has the same instructions, but for where arguments lie, and the same grid and shared memory,
-the figures hold; with ``--store`` such rows get the hashes of today's sources. Needs PyTorch, NVRTC,
-cuobjdump on the PATH and the repository's history, but no GPU.
+the figures hold; with ``--store`` such rows get the hashes of today's sources. Needs PyTorch,
+NVRTC, cuobjdump on the PATH and the repository's history, but no GPU.
 """
 
 from __future__ import annotations
