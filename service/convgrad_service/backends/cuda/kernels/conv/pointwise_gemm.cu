@@ -5,8 +5,8 @@
 //   dgrad   pixels            input channels   output channels   K, N
 //   wgrad   output channels   input channels   pixels            M, N
 // or with A and B, and M and N, exchanged: TRANSPOSED where REDUCE is 0. Channels first, with PLANES, fprop and dgrad:
-// A is M-major, and tiles of M are pixels of an image (TRANSPOSED: B and N); with IMAGES, wgrad: A and B are K-major, and k-tiles are pixels
-// of an image.
+// A is M-major, and tiles of M are pixels of an image (TRANSPOSED: B and N); with IMAGES, wgrad: A and B are K-major,
+// and k-tiles are pixels of an image.
 //
 // float32 is multiplied as TF32 by mma.sync (tf32_products.cuh): wgrad with REDUCE 1 or 2.
 //
