@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Literal
 
 from convgrad.dtypes import DType
 from convgrad_service.plans.base import Plan
 from convgrad_service.plans.cpu_dense import (
-    Dense,
     dense_of,
     gather_tiles,
     weight_chunks,
@@ -55,6 +54,8 @@ PLANNED = {"fwd": forward_plan, "bwd_data": bwd_data_plan, "bwd_weight": bwd_wei
 # of these limits; "first" is no faster where the input has more vectors than the second.
 GROUPED_CHANNELS = 32
 FIRST_VECTORS = 2
+# The batch of `_shared_by_pieces`, and the length of a signal there.
+TYPICAL_BATCH, TYPICAL_LENGTH = 4, 1024
 
 
 @dataclass(frozen=True)
@@ -107,12 +108,13 @@ def choose(
     ProblemTooLarge
         The engine needs more workspace than the device allows.
     """
-    dense, lanes = dense_of(conv), device.vector_bytes // sum_bytes(dtype)
+    timed = conv if direction == "bwd_weight" else _shared_by_pieces(conv)
+    dense, lanes = dense_of(timed), device.vector_bytes // sum_bytes(dtype)
     times: dict[Engine, float] = {}
     plans: dict[Engine, DensePlan | None] = {"grouped": None}
     reasons: dict[Engine, str] = dict(without)
     if "grouped" not in reasons:
-        grouped = _grouped_ns(direction, conv, dense, dtype, lanes, last=last)
+        grouped = _grouped_ns(direction, conv, timed, dtype, lanes, last=last)
         if isinstance(grouped, str):
             reasons["grouped"] = grouped
         else:
@@ -143,18 +145,45 @@ def choose(
     return Choice(direction, engine, device.level, plans.get(engine), passed_over)
 
 
+def _shared_by_pieces(conv: ConvShape) -> ConvShape:
+    """Return a layer of which a piece of the layer has the same.
+
+    `Problem.split` cuts a layer along N and its outermost spatial dimension, and pieces have the
+    bits of the whole only if the same engine computes them. So the batch, and the extent and the
+    padding of that dimension, are typical ones instead.
+    """
+    reach = conv.dilation[0] * (conv.kernel_size[0] - 1)
+    extent = max(conv.input_size[-1] if conv.ndim > 1 else TYPICAL_LENGTH, reach + 1)
+    outputs = (extent + reach // 2 * 2 - reach - 1) // conv.stride[0] + 1
+    padding = reach // 2, (outputs - 1) * conv.stride[0] + reach + 1 - extent - reach // 2
+    return replace(
+        conv,
+        batch=TYPICAL_BATCH,
+        input_size=(extent, *conv.input_size[1:]),
+        output_size=(outputs, *conv.output_size[1:]),
+        padding=(padding, *conv.padding[1:]),
+    )
+
+
 def _grouped_ns(
-    direction: Direction, conv: ConvShape, dense: Dense, dtype: DType, lanes: int, *, last: bool
+    direction: Direction, conv: ConvShape, timed: ConvShape, dtype: DType, lanes: int, *, last: bool
 ) -> float | str:
-    """Return the estimated time, 0 in depthwise layers, or why the grouped engine is unsuitable."""
+    """Return the estimated time of ``timed``, 0 in depthwise layers, or why the grouped engine is
+    unsuitable."""
+    dense = dense_of(timed)
     channels = dense.in_channels, dense.out_channels
     if min(channels) > GROUPED_CHANNELS:
         return f"{min(channels)} channels per group are more than {GROUPED_CHANNELS}"
+    unsuitable = "its padded planes would be too large, or mostly padding"
     plan = PLANNED[direction](conv, sum_bytes(dtype), lanes, last)
     if plan is None:
-        return "its padded planes would be too large, or mostly padding"
+        return unsuitable
     if channels == (1, 1) and conv.groups > 1:
         return 0.0
+    if timed is not conv:
+        plan = PLANNED[direction](timed, sum_bytes(dtype), lanes, last)
+        if plan is None:
+            return unsuitable
     if direction == "bwd_weight":
         return grouped_weight_ns(dense, plan, lanes, last=last)
     return correlation_ns(dense, plan, lanes, backward=direction == "bwd_data", last=last)

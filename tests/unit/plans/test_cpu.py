@@ -177,3 +177,33 @@ def test_vectors_are_filled(
     choice = choose(direction, shape, DType.FLOAT32, device, last)  # type: ignore[arg-type]
     assert choice.engine == engine
     assert all(name != engine and reason for name, reason in choice.passed_over)
+
+
+@given(
+    st.builds(
+        conv,
+        batch=st.sampled_from([1, 2, 8]),
+        groups=st.integers(1, 2),
+        channels=st.sampled_from([1, 3, 4, 8, 12, 32, 100]),
+        out_channels=st.sampled_from([1, 2, 6, 8, 16, 24, 64]),
+        size=st.sampled_from(
+            [(40,), (3000,), (9, 9), (28, 28), (112, 112), (30, 70), (12, 12, 12)]
+        ),
+        kernel=st.integers(1, 5),
+        stride=st.integers(1, 2),
+        padding=st.integers(0, 2),
+    ),
+    st.sampled_from(["x86_64_v3", "x86_64_v4"]),
+    st.booleans(),
+    st.integers(2, 4),
+)
+def test_one_engine_computes_a_layer_and_its_pieces(
+    shape: ConvShape, level: str, last: bool, parts: int
+) -> None:
+    device = CpuDevice(level, 1, 256 * MIB)
+    rows = -(-shape.output_size[0] // parts)
+    for first in range(0, shape.output_size[0], rows):
+        outputs = first, min(first + rows, shape.output_size[0])
+        piece = shape.window(0, shape.inputs_for(0, outputs), outputs).with_batch(1)
+        engines = {choose("fwd", one, DType.FLOAT32, device, last).engine for one in (shape, piece)}
+        assert len(engines) == 1
