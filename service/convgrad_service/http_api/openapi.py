@@ -128,10 +128,12 @@ def _document(app: FastAPI, settings: Settings) -> dict[str, Any]:
     requests = (*OPERATIONS.values(), *VERIFICATIONS.values(), *TIMINGS.values())
     schemas: dict[str, Any] = document.setdefault("components", {}).setdefault("schemas", {})
     answers: list[type[BaseModel]] = [Report, *(answer for answer, _ in _EXAMINATIONS.values())]
+    found: dict[str, Any] = {}
     for operation in requests:
-        schemas.update(_schemas(operation.request, "validation"))
+        found.update(_schemas(operation.request, "validation"))
     for answer in answers:
-        schemas.update(_schemas(answer, "serialization"))
+        found.update(_schemas(answer, "serialization"))
+    schemas.update(sorted(found.items()))
     schemas.update(named_schemas())
     for methods in document["paths"].values():
         for item in methods.values():

@@ -92,7 +92,7 @@ def test_float16(seed: int) -> None:
     check(answers(emulated(0), case, tensors, "NHWC"), wanted, "bounded", f"seed {seed}")
 
 
-@pytest.mark.parametrize("index", [0, 3, 4, 5])
+@pytest.mark.parametrize("index", [0, 2, 3])
 def test_what_is_not_finite_stays_where_it_belongs(seed: int, index: int) -> None:
     for case in (cases_of(index)[1], separable("3x3", 16, 24, (9, 11))):
         check_rule(emulated(index), seed, case, "float16", "NHWC")
