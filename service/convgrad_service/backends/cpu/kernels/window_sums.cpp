@@ -31,12 +31,14 @@ CONVGRAD_INLINE void add_stored(typename E::Acc* to, const typename E::Storage* 
   for (; i + lanes <= count; i += lanes) {
     Vec<T> value = load<E>(from + i);
     if constexpr (scaled) value *= splat<T>(factor);
+    pin(value);  // or else some copies of this loop would round the product, and others not
     store_raw(to + i, load_raw<Vec<T>>(to + i) + value);
   }
   if (i == count) return;
   // What follows is only added zeros.
   Vec<T> value = load_first<E>(from + i, static_cast<int>(count - i));
   if constexpr (scaled) value *= splat<T>(factor);
+  pin(value);
   store_raw(to + i, load_raw<Vec<T>>(to + i) + value);
 }
 
