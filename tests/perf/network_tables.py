@@ -17,6 +17,7 @@ __all__ = [
     "network_sums",
     "network_types_table",
     "networks_table",
+    "other_networks_table",
     "training_short_table",
     "training_table",
 ]
@@ -126,6 +127,15 @@ def network_classes_table() -> str:
 def network_types_table() -> str:
     """The layers of all networks in other dtypes and layouts: the mean and the losses."""
     rows = records("network_types")
+    if not rows:
+        return ""
+    table = _by_group(rows, ("dtype", "layout", "class", "operation"), _type_of)
+    return "\n".join([*table, "", source_line(rows, "make bench-networks")])
+
+
+def other_networks_table() -> str:
+    """A sample of layers of networks that nothing was tuned for, in all types."""
+    rows = records("other_networks")
     if not rows:
         return ""
     table = _by_group(rows, ("dtype", "layout", "class", "operation"), _type_of)
