@@ -118,7 +118,7 @@ def uses_tf32(tensor: torch.Tensor) -> bool:
 
 def gather_maxima(planes: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     """Return the elements at the indices, each of which counts within its plane, in their shape."""
-    # `reshape`, because `flatten` has no rule for gradients in batches; no -1, which is ambiguous for
+    # `reshape`, because `flatten` has no rule for gradients in batches; -1 would be ambiguous for
     # an empty batch.
     flat = [each.reshape(*each.shape[:2], math.prod(each.shape[2:])) for each in (planes, indices)]
     return flat[0].gather(2, flat[1].long()).reshape(indices.shape)
