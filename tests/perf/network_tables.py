@@ -103,9 +103,9 @@ def _losses(rows: list[Record]) -> str:
     )
     mean = statistics.geometric_mean(ratio for found in ratios.values() for ratio in found)
     return (
-        f"Not everything is faster. Of dense layers, these are more than {1 - SLOWER:.0%} slower: "
-        f"{shares} (geometric mean of all: {mean:.2f}x). A network has no figure where the "
-        "kernel of one of its layers has changed since it was measured."
+        "Not everything is faster. The share of dense layers that are more than "
+        f"{1 - SLOWER:.0%} slower: {shares} (geometric mean of all: {mean:.2f}x). A network has "
+        "no figure where the kernel of one of its layers has changed since it was measured."
     )
 
 

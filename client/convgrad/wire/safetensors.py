@@ -243,7 +243,9 @@ def _entry(name: str, entry: Any) -> Placed:
     dtype = DType.from_safetensors(entry["dtype"]) if isinstance(entry["dtype"], str) else None
     if dtype is None:
         known = ", ".join(member.safetensors for member in DType)
-        raise MalformedRequest(f"{label}: expected dtype {known}, got {shown(entry['dtype'])}")
+        raise MalformedRequest(
+            f"{label}: expected dtype to be one of {known}, got {shown(entry['dtype'])}"
+        )
     shape = checked_shape(entry["shape"], name=label)
     offsets = entry["data_offsets"]
     if (

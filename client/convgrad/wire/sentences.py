@@ -19,9 +19,10 @@ def shown(value: Any) -> str:
         return "null"
     if isinstance(value, bool | np.bool_):
         return "true" if value else "false"
-    if isinstance(value, int):
+    if isinstance(value, int | np.integer):
+        value = int(value)
         bits = value.bit_length()
-        return str(int(value)) if bits <= _INT_BITS_LIMIT else f"an int of {bits} bits"
+        return str(value) if bits <= _INT_BITS_LIMIT else f"an int of {bits} bits"
     if isinstance(value, float):
         return repr(float(value))
     if isinstance(value, str):
@@ -34,7 +35,7 @@ def shown(value: Any) -> str:
         return "an object"
     if isinstance(value, np.ndarray):
         return f"an array of {value.dtype} and shape {tuple(value.shape)}"
-    return f"a {type(value).__name__[:_TEXT_LIMIT]}"
+    return f"an object of type {type(value).__name__[:_TEXT_LIMIT]}"
 
 
 def _quoted(text: str) -> str:

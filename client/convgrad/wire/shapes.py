@@ -62,7 +62,7 @@ def checked_dtype(dtype: Any, *, name: str) -> DType:
     """Return the member that ``dtype`` names, or raise MalformedRequest."""
     if isinstance(dtype, str) and dtype in DType.__members__.values():
         return DType(dtype)
-    raise MalformedRequest(f"{name}: expected dtype to be {_DTYPES}, got {shown(dtype)}")
+    raise MalformedRequest(f"{name}: expected dtype to be one of {_DTYPES}, got {shown(dtype)}")
 
 
 def checked_bytes(dtype: DType, shape: tuple[int, ...], found_bytes: int, *, name: str) -> int:

@@ -349,7 +349,7 @@ def check_head(version: str, headers: Sequence[tuple[bytes, bytes]]) -> None:
     hosts = [value for name, value in headers if name == b"host"]
     listed = b",".join([value for name, value in headers if name == b"transfer-encoding"])
     if len(hosts) != 1 and (hosts or version == "1.1"):
-        raise HeadRefused(400, f"the request has {len(hosts)} Host headers; expected one")
+        raise HeadRefused(400, f"expected one Host header, got {len(hosts)}")
     if hosts and not _HOST.fullmatch(hosts[0]):
         raise HeadRefused(400, f"Host is {shown(hosts[0].decode('latin-1'))}, not a valid host")
     if listed and version == "1.0":

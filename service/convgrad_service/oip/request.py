@@ -69,7 +69,7 @@ def dtype_named(name: Any, *, tensor: str) -> DType:
     dtype = _DTYPES.get(name) if isinstance(name, str) else None
     if dtype is None:
         raise MalformedRequest(
-            f"{tensor}: expected datatype to be {', '.join(_DTYPES)}, got {shown(name)}"
+            f"{tensor}: expected datatype to be one of {', '.join(_DTYPES)}, got {shown(name)}"
         )
     return dtype
 
