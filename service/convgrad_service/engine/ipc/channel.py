@@ -230,7 +230,7 @@ class RunTask(NamedTuple):
     """One task: a `Job` with its layout interned, or one ``part`` of it.
 
     The files of ``new_regions`` have been sent before. A ``brief`` task is so short that the thread
-    that receives it runs it before it receives the next.
+    that receives it runs it before any other thread receives the next.
     """
 
     number: int

@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from operator import attrgetter
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from convgrad.errors import InvalidProblem
@@ -225,9 +224,6 @@ class TaskGroup(Generic[TaskT]):
                 self._cancel(task)
 
 
-_RESULT_OF = attrgetter(*JobResult._fields)
-
-
 def result_of(outcome: Outcome) -> JobResult:
     """Return the result of a job that a backend has computed."""
-    return JobResult._make(_RESULT_OF(outcome))
+    return JobResult(*(getattr(outcome, name) for name in JobResult._fields))

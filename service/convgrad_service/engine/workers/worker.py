@@ -10,12 +10,10 @@ import errno
 import gc
 import logging
 import os
-import queue
 import socket
 import threading
 import time
 import traceback
-from collections.abc import Iterator
 from concurrent.futures import Future
 
 import numpy as np
@@ -86,11 +84,10 @@ def worker_main(
         return
     arena = Arena(arena_file)
     backend.adopt(arena.address, arena.size_bytes)
-    slots = recipe.slots or backend.slots
     worker = _Worker(backend, arena, Pipe(jobs), control, socket.socket(fileno=files))
+    slots = recipe.slots or backend.slots
     for index in range(slots):
-        threading.Thread(target=worker.compute, name=f"compute-{index}", daemon=True).start()
-    threading.Thread(target=worker.receive, name="receive", daemon=True).start()
+        threading.Thread(target=worker.serve, name=f"compute-{index}", daemon=True).start()
     # Everything allocated so far stays alive, so the garbage collector need not scan it.
     gc.freeze()
     control.send(Hello(backend.name, slots, backend.devices, backend.pins))
@@ -101,21 +98,6 @@ def worker_main(
     except EOFError:
         # Nobody needs the tasks that are still running.
         os._exit(0)
-
-
-@contextlib.contextmanager
-def _ending_process() -> Iterator[None]:
-    """Have any error of a thread end the process: a missing thread would go unnoticed.
-
-    The hub runs its tasks elsewhere. Errors of a task are its result.
-    """
-    try:
-        yield
-    except EOFError:
-        return  # the main thread notices the closed control channel
-    except BaseException:  # noqa: BLE001 - the hub must notice any error
-        _log.exception("a thread of the worker has failed; the worker ends")
-        os._exit(1)
 
 
 def _send_vitals(backend: ServingBackend, control: Pipe) -> None:
@@ -131,10 +113,6 @@ def _send_vitals(backend: ServingBackend, control: Pipe) -> None:
         time.sleep(_VITALS_S)
 
 
-_Received = tuple[RunTask, TensorLayout | ServiceError, threading.Event | None]
-"""A task, its layout or the error of a region, and its cancellation, None if it is brief."""
-
-
 class _Worker:
     def __init__(
         self,
@@ -148,7 +126,7 @@ class _Worker:
         self._jobs, self._control, self._files = jobs, control, files
         self._mappings = RegionMappings(backend)
         self._layouts: dict[int, TensorLayout] = {}
-        self._received: queue.SimpleQueue[_Received] = queue.SimpleQueue()
+        self._receiving = threading.Lock()
         # Guards the attributes below, except for `_compiled`.
         self._lock = threading.Lock()
         self._running: dict[int, Cancellation] = {}
@@ -159,28 +137,34 @@ class _Worker:
         self._cancelled_early: set[int] = set()
         self._last_number = -1
 
-    def receive(self) -> None:
-        """Receive tasks in this thread; it runs brief ones, `compute` the others.
+    def serve(self) -> None:
+        """Compute tasks in this thread; the hub sends no more at a time than there are threads.
 
-        It keeps its priority: on a busy machine a brief task would otherwise wait several times as
-        long as it takes.
+        Errors of a task are its result. On any other error the process exits, so that the hub runs
+        its tasks elsewhere; a missing thread would go unnoticed.
         """
-        with _ending_process():
-            while True:
-                task: RunTask = self._jobs.receive()
-                received = task, self._open(task), self._register(task)
-                if task.brief:
-                    # It takes less time than waking another thread.
-                    self._run(*received)
-                else:
-                    self._received.put(received)
-
-    def compute(self) -> None:
-        """Compute tasks in this thread; the hub sends no more at a time than there are threads."""
         lower_priority()
-        with _ending_process():
-            while True:
-                self._run(*self._received.get())
+        try:
+            self._serve()
+        except EOFError:
+            return  # the main thread notices the closed control channel
+        except BaseException:  # noqa: BLE001 - the hub must notice any error
+            _log.exception("a thread that computes has failed; the worker ends")
+            os._exit(1)
+
+    def _serve(self) -> None:
+        while True:
+            with self._receiving:
+                task, layout, cancelled = self._next()
+                while task.brief:
+                    # It takes less time than waking another thread to receive the next task.
+                    self._run(task, layout, cancelled)
+                    task, layout, cancelled = self._next()
+            self._run(task, layout, cancelled)
+
+    def _next(self) -> tuple[RunTask, TensorLayout | ServiceError, threading.Event | None]:
+        task: RunTask = self._jobs.receive()
+        return task, self._open(task), self._register(task)
 
     def _run(
         self,

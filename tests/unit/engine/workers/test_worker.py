@@ -19,9 +19,8 @@ def test_what_is_cancelled_too_late_is_not_remembered() -> None:
     arena = Arena.create(2**20)
     files, other = socket.socketpair()
     worker = _Worker(Zeros(), arena, pipe, pipe, files)
-    serving = threading.Thread(target=worker.receive)
+    serving = threading.Thread(target=worker.serve)
     serving.start()
-    threading.Thread(target=worker.compute, daemon=True).start()
     for number, brief in enumerate((True, False, True, True)):
         interned = 0, pooling().packed
         jobs.send(RunTask(number, interned, 0, (), None, (), brief))
