@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["shown"]
+__all__ = ["shown", "shown_count"]
 
 _TEXT_LIMIT = 40
 _INT_BITS_LIMIT = 128
@@ -36,6 +36,12 @@ def shown(value: Any) -> str:
     if isinstance(value, np.ndarray):
         return f"an array of {value.dtype} and shape {tuple(value.shape)}"
     return f"an object of type {type(value).__name__[:_TEXT_LIMIT]}"
+
+
+def shown_count(count: int) -> str:
+    """Format a number of bytes or elements, which may have any size."""
+    bits = count.bit_length()
+    return str(count) if bits <= _INT_BITS_LIMIT else f"about 1e{bits * 30103 // 100000}"
 
 
 def _quoted(text: str) -> str:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from convgrad.dtypes import DType
 from convgrad.errors import MalformedRequest
-from convgrad.wire.sentences import shown
+from convgrad.wire.sentences import shown, shown_count
 
 __all__ = [
     "Buffer",
@@ -71,7 +71,7 @@ def checked_bytes(dtype: DType, shape: tuple[int, ...], found_bytes: int, *, nam
     needed_bytes = math.prod(shape) * dtype.itemsize
     if needed_bytes != found_bytes:
         raise MalformedRequest(
-            f"{name}: shape {shown(shape)} of {dtype} takes {shown(needed_bytes)} bytes, "
+            f"{name}: shape {shown(shape)} of {dtype} takes {shown_count(needed_bytes)} bytes, "
             f"got {found_bytes}"
         )
     return needed_bytes
