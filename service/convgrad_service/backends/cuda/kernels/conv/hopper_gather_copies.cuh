@@ -98,7 +98,7 @@ __device__ __forceinline__ void schedule_tiles(const HopperGatherArgs& args, con
     const PixelAt first = pixel_at(phase, tile.first_pixel), last = pixel_at(phase, past - 1);
     const PixelAt own = pixel_at(phase, tile.first_pixel + smem.row * BM);
     queued.phase = tile.phase, queued.first_pixel = tile.first_pixel;
-    queued.first_channel = tile.first_channel;
+    queued.first_channel = tile.first_channel, queued.group = tile.group;
     int steps = chunks;
 #pragma unroll
     for (int d = 0; d < 3; ++d) {
@@ -154,7 +154,9 @@ __device__ __forceinline__ void load_pixels(const HopperGatherArgs& args, const 
 #pragma unroll
     for (int axis = 0; axis < 3; ++axis) base_offset[axis] = phase.axis[axis].x0 - phase.axis[axis].low;
     if (TAPS > 1) base_offset[2] = 0;
-    for_each_step(tile, channels, [&](int channel, int t, int r, int s, int part) {
+    const int first_channel = tile.group * args.source_group;
+    for_each_step(tile, channels, [&](int from_first, int t, int r, int s, int part) {
+      const int channel = first_channel + from_first;
       mbarrier_wait(smem.empty_barrier(state.index), state.parity);
       const u32 barrier = smem.full_barrier(state.index), to = smem.stage(state.index);
       mbarrier_arrive_expect_tx(barrier, TAPS > 1 ? args.a_bytes : kABytes);
@@ -190,11 +192,13 @@ __device__ __forceinline__ void load_weights(const HopperGatherArgs& args, const
     if (tile.steps < 0) return;
     const GatherPhase& phase = phase_of(args, tile.phase);
     const int r0[3] = {phase.axis[0].r0, phase.axis[1].r0, phase.axis[2].r0};
+    const int first_row = tile.group * args.weight_group + (ACROSS ? 0 : tile.first_channel);
     for_each_step(tile, channels, [&](int channel, int j0, int j1, int j2, int part) {
       mbarrier_wait(smem.empty_barrier(state.index), state.parity);
       const u32 barrier = smem.full_barrier(state.index), to = smem.stage(state.index) + kABytes;
       mbarrier_arrive_expect_tx(barrier, kWeightBytes);
       const int t = r0[0] + j0 * r_step[0], r = r0[1] + j1 * r_step[1];
+      const int row = part * args.weight_rows + first_row;
       auto load = [&](u32 there, const int (&at)[5]) {
         if constexpr (SHARING > 1) {
           tma_load_multicast<5>((1u << SHARING) - 1, there, args.weight, barrier, at, kEvictLast);
@@ -212,12 +216,12 @@ __device__ __forceinline__ void load_weights(const HopperGatherArgs& args, const
             const int box = kWholeBoxes ? smem.row * kLoadedBoxes + i : i;
             const int own = kWholeBoxes ? 0 : smem.row * kLoadedK;
             load(at + box * kBoxBytes + own * kRowBytes,
-                 {tile.first_channel + box * kBoxColumns, s, r, t, part * channels + channel + own});
+                 {tile.first_channel + box * kBoxColumns, s, r, t, row + channel + own});
           }
         } else {
           const int own = smem.row * kLoadedChannels;
           load(at + own * kRowBytes,
-               {channel, s, r, t, part * args.out_channels + tile.first_channel + own});
+               {channel, s, r, t, row + own});
         }
       }
       state.advance(STAGES);

@@ -8,10 +8,10 @@ namespace convgrad {
 
 constexpr u32 kNowhere = ~0u;
 
-// Element offset of a pixel's channel 0 in the result.
-__device__ __forceinline__ i64 result_of(const HopperGatherArgs& args, const GatherPhase& phase,
+// Element offset of a pixel's first channel of a group in the result.
+__device__ __forceinline__ i64 result_of(const HopperGatherArgs& args, const GatherPhase& phase, int group,
                                          const PixelAt& pixel) {
-  i64 at = image(pixel, args.images_first) * args.y_stride[0];
+  i64 at = image(pixel, args.images_first) * args.y_stride[0] + group * args.y_stride[1];
 #pragma unroll
   for (int d = 0; d < 3; ++d) {
     const int m = position(pixel, d, args.images_first);
@@ -34,7 +34,7 @@ struct PartRows {
     for (int i = 0; i < (kMmasM + 1) / 2; ++i) {
       const int pixel = tile.first_pixel + (i * 2 + lane / 16) * 64 + warp * 16 + lane % 16;
       const PixelAt found = pixel_at(phase, pixel);
-      const i64 element = result_of(args, phase, found);
+      const i64 element = result_of(args, phase, tile.group, found);
       at[i] = pixel < phase.pixels && is_result(phase, found) ? static_cast<u32>(element / kChunk) : kNowhere;
     }
   }

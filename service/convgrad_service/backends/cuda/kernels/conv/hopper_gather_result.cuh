@@ -21,7 +21,7 @@ struct Results {
   const HopperGatherArgs& args;
   const GatherPhase& phase;
   i64 row_at;  // element offset of channel 0 of this lane's row, see row_of
-  int first_pixel, first_channel;
+  int first_pixel, first_channel, group;
   int lane, warp;  // warp within the warpgroup
   u32 staging;
 
@@ -31,6 +31,7 @@ struct Results {
         phase(phase_of(args, tile.phase)),
         first_pixel(tile.first_pixel),
         first_channel(tile.first_channel),
+        group(tile.group),
         lane(threadIdx.x % 32),
         warp(threadIdx.x % 128 / 32),
         staging(staging) {
@@ -62,7 +63,7 @@ struct Results {
 
   // Element offset of a pixel's channel 0.
   __device__ __forceinline__ i64 result_at(const PixelAt& pixel) const {
-    i64 at = image(pixel, args.images_first) * args.y_stride[0];
+    i64 at = image(pixel, args.images_first) * args.y_stride[0] + group * args.y_stride[1];
 #pragma unroll
     for (int d = 0; d < 3; ++d) {
       const int m = position(pixel, d, args.images_first);
@@ -131,7 +132,7 @@ struct Results {
     const int channel = first_channel + fragment * 8 + lane % 4 * 2;
     u32 both;
     load_if(args.bias != nullptr && channel < args.out_channels,
-            static_cast<const T*>(args.bias) + channel, both);
+            static_cast<const T*>(args.bias) + group * args.out_channels + channel, both);
     return both;
   }
 
@@ -207,7 +208,7 @@ struct Results {
     const T* const bias = static_cast<const T*>(args.bias);
     return finish<T, float>(value, args.alpha, args.beta,
                             accumulate == nullptr ? nullptr : accumulate + at,
-                            bias == nullptr ? nullptr : bias + channel, args.activation);
+                            bias == nullptr ? nullptr : bias + group * args.out_channels + channel, args.activation);
   }
 
   __device__ __forceinline__ void store_chunks(u32 staging_rows, int in_part, int channel) const {
@@ -231,7 +232,7 @@ struct Results {
           float value = args.alpha * __uint_as_float(four[e]);
           if (args.accumulate != nullptr) value += args.beta * widen(previous.at[part + e]);
           if (args.bias != nullptr) {
-            value += widen(static_cast<const T*>(args.bias)[channel + column + part + e]);
+            value += widen(static_cast<const T*>(args.bias)[group * args.out_channels + channel + column + part + e]);
           }
           finished_chunk.at[part + e] = narrow<T>(activate(value, args.activation));
         }
