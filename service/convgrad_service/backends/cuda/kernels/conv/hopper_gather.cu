@@ -112,7 +112,7 @@ __device__ __forceinline__ void consume(const HopperGatherArgs& args, const Shar
     const QueuedTile& queued = smem.queue[queue_state.index];
     const int steps = queued.steps;
     const GatherTile tile = {queued.phase, queued.first_pixel + smem.row * BM + warpgroup * kWarpgroupRows,
-                             queued.first_channel, queued.group};
+                             queued.column};
     __syncwarp();
     if (lane == 0) mbarrier_arrive(smem.tile_empty_barrier(queue_state.index));
     queue_state.advance(kTileQueue);
@@ -180,7 +180,7 @@ __device__ __forceinline__ void consume(const HopperGatherArgs& args, const Shar
     mbarrier_wait(smem.tile_full_barrier(at), count_taken / kTileQueue & 1);
     const QueuedTile& queued = smem.queue[at];
     const int steps = queued.steps;
-    tile = {queued.phase, queued.first_pixel + smem.row * BM, queued.first_channel, queued.group};
+    tile = {queued.phase, queued.first_pixel + smem.row * BM, queued.column};
     __syncwarp();
     if (lane == 0) mbarrier_arrive(smem.tile_empty_barrier(at));
     ++count_taken;

@@ -122,9 +122,9 @@ __device__ __forceinline__ bool is_result(const GatherPhase& phase, const PixelA
   return TAPS == 1 || pixel.at[0] < phase.axis[2].count;
 }
 
-// The origin of a cluster's tile: pixels of one phase, and channels of one group.
+// The origin of a cluster's tile: pixels of one phase, and which of the channel tiles of all groups.
 struct GatherTile {
-  int phase, first_pixel, first_channel, group;
+  int phase, first_pixel, column;
 };
 
 __device__ __forceinline__ const GatherPhase& phase_of(const HopperGatherArgs& args, int phase) {
@@ -134,7 +134,7 @@ __device__ __forceinline__ const GatherPhase& phase_of(const HopperGatherArgs& a
 // The tile at `slot` of the schedule; false where there is none. Each of several rounds has a part of all
 // phases' tiles, phases with the most taps first, so that phases read the source while it is in the L2 cache.
 // Channel tiles are the fastest.
-template <int kPixels, int kChannels>
+template <int kPixels>
 __device__ __forceinline__ bool tile_at(const HopperGatherArgs& args, int slot, int slots,
                                         GatherTile& tile) {
   if (slot >= slots) return false;
@@ -144,9 +144,7 @@ __device__ __forceinline__ bool tile_at(const HopperGatherArgs& args, int slot, 
     slot -= round * args.slots;
   }
   const u32 pixel_slot = static_cast<u32>(slot) / static_cast<u32>(args.channel_tiles);
-  const int channel_tile = slot - pixel_slot * args.channel_tiles;
-  tile.group = divide(channel_tile, args.by_group);
-  tile.first_channel = (channel_tile - tile.group * args.group_tiles) * kChannels;
+  tile.column = slot - pixel_slot * args.channel_tiles;
   int index = pixel_slot, phase = 0;
   while (index >= args.phase[phase].share) index -= args.phase[phase++].share;
   index += round * args.phase[phase].share;
@@ -177,7 +175,8 @@ __device__ __forceinline__ u32 taps_inside(const HopperGatherArgs& args, const G
 
 // An entry of a block's tile queue, in shared memory.
 struct QueuedTile {
-  int phase, first_pixel, first_channel, group;  // of the cluster's tile
+  int phase, first_pixel, column;         // of the cluster's tile
+  int group, first_channel;               // where the column is
   int steps;                              // k-tiles of this block; negative: end of the queue
   u32 taps[3];                            // bit masks of the taps along D, H and W
   int at[3], image;                       // source coordinates of the first pixel that this block loads

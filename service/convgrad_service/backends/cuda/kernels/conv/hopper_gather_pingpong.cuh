@@ -30,11 +30,12 @@ struct PartRows {
   __device__ __forceinline__ PartRows(const HopperGatherArgs& args, const GatherTile& tile) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
     const GatherPhase& phase = phase_of(args, tile.phase);
+    const int group = divide(tile.column, args.by_group);
 #pragma unroll
     for (int i = 0; i < (kMmasM + 1) / 2; ++i) {
       const int pixel = tile.first_pixel + (i * 2 + lane / 16) * 64 + warp * 16 + lane % 16;
       const PixelAt found = pixel_at(phase, pixel);
-      const i64 element = result_of(args, phase, tile.group, found);
+      const i64 element = result_of(args, phase, group, found);
       at[i] = pixel < phase.pixels && is_result(phase, found) ? static_cast<u32>(element / kChunk) : kNowhere;
     }
   }

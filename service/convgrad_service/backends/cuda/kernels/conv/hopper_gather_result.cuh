@@ -21,7 +21,7 @@ struct Results {
   const HopperGatherArgs& args;
   const GatherPhase& phase;
   i64 row_at;  // element offset of channel 0 of this lane's row, see row_of
-  int first_pixel, first_channel, group;
+  int first_pixel, group, first_channel;
   int lane, warp;  // warp within the warpgroup
   u32 staging;
 
@@ -30,8 +30,8 @@ struct Results {
       : args(args),
         phase(phase_of(args, tile.phase)),
         first_pixel(tile.first_pixel),
-        first_channel(tile.first_channel),
-        group(tile.group),
+        group(divide(tile.column, args.by_group)),
+        first_channel((tile.column - group * args.group_tiles) * kFragmentsN * 8),
         lane(threadIdx.x % 32),
         warp(threadIdx.x % 128 / 32),
         staging(staging) {
