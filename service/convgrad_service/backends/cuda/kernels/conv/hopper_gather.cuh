@@ -127,6 +127,13 @@ struct GatherTile {
   int phase, first_pixel, column;
 };
 
+// The first channel of a column of kChannels, among those of all groups of the result.
+template <int kChannels>
+__device__ __forceinline__ int first_channel_of(const HopperGatherArgs& args, int column) {
+  const int group = divide(column, args.by_group);
+  return group * args.out_channels + (column - group * args.group_tiles) * kChannels;
+}
+
 __device__ __forceinline__ const GatherPhase& phase_of(const HopperGatherArgs& args, int phase) {
   return args.phase[MAPS == 1 ? 0 : phase];
 }

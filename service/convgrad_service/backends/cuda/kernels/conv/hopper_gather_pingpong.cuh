@@ -8,10 +8,10 @@ namespace convgrad {
 
 constexpr u32 kNowhere = ~0u;
 
-// Element offset of a pixel's first channel of a group in the result.
-__device__ __forceinline__ i64 result_of(const HopperGatherArgs& args, const GatherPhase& phase, int group,
+// Element offset of a pixel's channel 0 in the result.
+__device__ __forceinline__ i64 result_of(const HopperGatherArgs& args, const GatherPhase& phase,
                                          const PixelAt& pixel) {
-  i64 at = image(pixel, args.images_first) * args.y_stride[0] + group * args.y_stride[1];
+  i64 at = image(pixel, args.images_first) * args.y_stride[0];
 #pragma unroll
   for (int d = 0; d < 3; ++d) {
     const int m = position(pixel, d, args.images_first);
@@ -30,12 +30,11 @@ struct PartRows {
   __device__ __forceinline__ PartRows(const HopperGatherArgs& args, const GatherTile& tile) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
     const GatherPhase& phase = phase_of(args, tile.phase);
-    const int group = divide(tile.column, args.by_group);
 #pragma unroll
     for (int i = 0; i < (kMmasM + 1) / 2; ++i) {
       const int pixel = tile.first_pixel + (i * 2 + lane / 16) * 64 + warp * 16 + lane % 16;
       const PixelAt found = pixel_at(phase, pixel);
-      const i64 element = result_of(args, phase, group, found);
+      const i64 element = result_of(args, phase, found);
       at[i] = pixel < phase.pixels && is_result(phase, found) ? static_cast<u32>(element / kChunk) : kNowhere;
     }
   }
@@ -62,7 +61,7 @@ __device__ __forceinline__ void store_part(const Results<T, 1, kFragmentsN>& res
     __syncwarp();
     results.template write_rows<kFinish>(staging_rows, accum[0], j * kOfBuffer);
     __syncwarp();
-    const bool inside = results.first_channel + j * Part::kRowOf + column < results.args.out_channels &&
+    const bool inside = results.first_channel + j * Part::kRowOf + column < results.end_channel &&
                         j * Part::kRowOf + column < kFragmentsN * 8;
     u32 words[4][4];
 #pragma unroll
