@@ -90,7 +90,7 @@ def choose_schedule(
         ),
         lambda found: lines(work, axes, device, found),
         device,
-        corrected=work.dtype.itemsize == 2 and parts == 1 and work.groups == 1,
+        corrected=work.dtype.itemsize == 2 and parts == 1,
     )
 
 
@@ -118,7 +118,7 @@ def lines(
     return features(
         expected_s=[time_s for time_s, _ in found],
         rows=sum(pixels),
-        columns=written,
+        columns=work.groups * written,
         depth=max(1.0, read * taps / sum(pixels)),
         m=[tile.pixels for tile in tiles],
         n=[tile.n for tile in tiles],
