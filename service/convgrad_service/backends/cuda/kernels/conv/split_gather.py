@@ -34,8 +34,7 @@ LIFT = 16, -12
 
 
 class SplitGather:
-    """fwd and bwd_data of ungrouped float32 layers with ``precision: highest`` on sm_90a, in any
-    layout.
+    """fwd and bwd_data of float32 layers with ``precision: highest`` on sm_90a, in any layout.
 
     Splitting moves 2.5 times the operands' bytes, so it is for layers of many products.
     """
