@@ -90,7 +90,7 @@ def choose_schedule(
         ),
         lambda found: lines(work, axes, device, found),
         device,
-        corrected=work.dtype.itemsize == 2 and parts == 1,
+        corrected=work.dtype.itemsize == 2 and parts == 1 and work.groups == 1,
     )
 
 

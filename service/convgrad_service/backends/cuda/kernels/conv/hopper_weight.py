@@ -261,7 +261,7 @@ def _best(
         every,
         lambda found: lines(work, device, found),
         device,
-        corrected=work.dtype.itemsize == 2 and parts == 1,
+        corrected=work.dtype.itemsize == 2 and parts == 1 and work.groups == 1,
     )
 
 
