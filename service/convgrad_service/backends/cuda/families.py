@@ -84,6 +84,7 @@ __all__ = ["FAMILIES"]
 # Fitted on an H200 to 250 random layers, like implicit_gemm's model. On the held-out half, the
 # models with these corrections err by 12 to 20 %.
 OVERHEADS = {
+    "grouped_gather": Overhead(0.0),
     "grouped_weight": Overhead(0.0),
     "hopper_grouped_weight": Overhead(5.7e-6, 0.97),
     "implicit_gemm": Overhead(0.0, 1.0, 4e-6),
@@ -154,26 +155,52 @@ DEPTHWISE_WEIGHT = (
         copy_s=COPY_S,
     ),
 )
-# Few channels per group.
+SPLIT_GATHER = ResultThroughChannelsLast(SplitGather(), COPIES, timed=True), SplitGather()
+SPLIT_WEIGHT = ResultThroughChannelsLast(SplitWeight(), COPIES), SplitWeight()
+# Few channels per group. Kernels that compute several groups at once are compared with dense ones,
+# whose tiles are of one group.
+GROUPED_OVERHEADS = OVERHEADS | {
+    f"{name}_through_channels_last": replace(OVERHEADS[name], copy_s=COPY_S)
+    for name in (
+        "grouped_gather",
+        "grouped_weight",
+        "hopper_gather",
+        "hopper_weight",
+    )
+}
+
+
+def _beside_dense(*alternatives: Sequence[Family[ConvWork]]) -> FastestExpected[ConvWork]:
+    return FastestExpected(*alternatives, overheads=GROUPED_OVERHEADS)
+
+
+_GATHERS: _Alternatives = (
+    (ResultThroughChannelsLast(HopperGather(), COPIES), HopperGather()),
+    SPLIT_GATHER,
+)
 GROUPED = (
     HopperGrouped(),
-    GroupedGather(),
+    _beside_dense((GroupedGather(),), *_GATHERS),
     ConvThroughChannelsLast(HopperGrouped(), COPIES),
-    ConvThroughChannelsLast(GroupedGather(), COPIES),
+    _beside_dense((ConvThroughChannelsLast(GroupedGather(), COPIES),), *_GATHERS),
 )
-# From this many channels per group on, dense kernels are candidates too; measured on an H200.
+_WEIGHTS: _Alternatives = (
+    (ResultThroughChannelsLast(HopperWeight(), COPIES), HopperWeight()),
+    SPLIT_WEIGHT,
+)
+# From this many channels per group on, these are candidates too; measured on an H200.
 WIDE_GROUP = 40
 GROUPED_WEIGHT = (
-    FastestExpected(
+    _beside_dense(
         (GroupedWeight(wide=True),),
         (HopperGroupedWeight(),),
         (DenseWeight(least_grouped=WIDE_GROUP),),
         (ImplicitGemm(dtypes=(DType.FLOAT16, DType.BFLOAT16), least_channels=WIDE_GROUP),),
-        overheads=OVERHEADS,
+        *_WEIGHTS,
     ),
-    GroupedWeight(),
+    _beside_dense((GroupedWeight(),), *_WEIGHTS),
     ConvThroughChannelsLast(HopperGroupedWeight(), COPIES),
-    ConvThroughChannelsLast(GroupedWeight(), COPIES),
+    _beside_dense((ConvThroughChannelsLast(GroupedWeight(), COPIES),), *_WEIGHTS),
 )
 # Depthwise gradients of the input that sum over several channels, channels last. On an H200,
 # grouped_gather takes 1.6 to 2.5 times as long in float32 (36 layers), and in 16-bit types 0.88
@@ -198,8 +225,6 @@ DENSE_CONV_WEIGHT = (
     DenseWeight(),
 )
 BATCH_LAST_WEIGHT = ResultThroughChannelsLast(BatchLastWeight(), COPIES), BatchLastWeight()
-SPLIT_GATHER = ResultThroughChannelsLast(SplitGather(), COPIES, timed=True), SplitGather()
-SPLIT_WEIGHT = ResultThroughChannelsLast(SplitWeight(), COPIES), SplitWeight()
 # Small layers, and those that no family above takes. 14 layers that only fallback kernels take
 # otherwise take 0.28 to 1.02 of their time on an H200; 7 in TF32 with fewer than 4 channels 0.31 to
 # 1.55.
