@@ -243,9 +243,9 @@ WHOLE_CHUNKS_WEIGHT = (
     _in_float32(DENSE_CONV_WEIGHT, BATCH_LAST_WEIGHT, (PointwiseGemm(),), SPLIT_WEIGHT),
     FastestExpected(DENSE_CONV_WEIGHT, (HopperWeightSingle(),), *GEMMS, overheads=OVERHEADS),
 )
-# 1x1 layers of so few pixels that other families are hardly ever faster: 2 of 83 rows by more than
+# 1x1 layers of so few pixels that other families are hardly ever faster: 3 of 71 rows by more than
 # 3 % on an H200.
-SIMT_GEMM = SimtGemm(most_s=7e-6, most_pixels=256)
+SIMT_GEMM = SimtGemm(most_s=7e-6, most_pixels=96)
 DENSE = (SIMT_GEMM, PaddedResult(WHOLE_CHUNKS, COPIES), *WHOLE_CHUNKS)
 DENSE_WEIGHT = (SIMT_GEMM, PaddedResult(WHOLE_CHUNKS_WEIGHT, COPIES), *WHOLE_CHUNKS_WEIGHT)
 # Few channels of the result. Measured on an H200 in 27 layers of 3 to 8 channels, in bfloat16 and
