@@ -23,7 +23,7 @@ from tests.support.numerics.oracle import expected
 KERNELS = {
     "conv_fwd": ("first_forward",),
     "conv_bwd_data": ("hopper_first_data",),
-    "grouped_conv_bwd_weight": ("hopper_first_taps", "hopper_first_split"),
+    "grouped_conv_bwd_weight": ("hopper_first_taps", "first_weight"),
 }
 # Too few or too many channels of grad_output, steps along W, or columns for hopper_first_data.
 OTHERS = (

@@ -15,7 +15,7 @@ from convgrad_service.plans.cuda.program import Fragment
 from convgrad_service.plans.cuda.works import ConvWork
 from tests.emulator.backend import EmulatedBackend, works_here
 from tests.kernels.conv.test_hopper_first_taps import CASES as FIRST
-from tests.kernels.conv.test_hopper_first_taps import OPERATION, gates_of_float32
+from tests.kernels.conv.test_hopper_first_taps import OPERATION
 from tests.support.kernels.harness import answers, check, drawn, gates, with_layouts
 from tests.support.numerics.arrays import rng_for
 from tests.support.numerics.cases import FROM_CONV
@@ -47,10 +47,10 @@ def emulated() -> EmulatedBackend:
     return EmulatedBackend(replace(FAMILIES, bwd_weight=(Few(),)))
 
 
-@pytest.mark.parametrize("precision", ["high", "highest"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "tf32", "float32"])
 @pytest.mark.parametrize("name", CASES)
-def test_gates(backend: Backend, seed: int, name: str, precision: str) -> None:
-    gates_of_float32(backend, seed, CASES[name], precision)
+def test_gates(backend: Backend, seed: int, name: str, dtype: str) -> None:
+    gates(backend, seed, CASES[name], dtype, with_layouts(CASES[name].ndim, grouped=False))
 
 
 @emulation
@@ -100,10 +100,6 @@ def test_emulated_magnitudes(seed: int, of: str, scale: float) -> None:
 @emulation
 @pytest.mark.parametrize("tile", TILES, ids=lambda tile: f"{tile.fragments}")
 @pytest.mark.parametrize("name", ["vgg", "column"])
-def test_every_tile(
-    monkeypatch: pytest.MonkeyPatch, seed: int, name: str, tile: object
-) -> None:
-    monkeypatch.setattr(
-        "convgrad_service.backends.cuda.kernels.conv.first_weight.TILES", (tile,)
-    )
+def test_every_tile(monkeypatch: pytest.MonkeyPatch, seed: int, name: str, tile: object) -> None:
+    monkeypatch.setattr("convgrad_service.backends.cuda.kernels.conv.first_weight.TILES", (tile,))
     gates(emulated(), seed, CASES[name], "float32", with_layouts(2, grouped=False)[1:])

@@ -4,12 +4,11 @@
 // in each phase (conv/implicit_gemm_args.cuh). A layer with so few channels is limited by memory, and columns of a GEMM's
 // tile would be empty.
 //
-// Grid: phases (fastest), tiles of 256 / LANES * PIXELS positions of a phase.
-// Block: 256 threads. LANES adjacent ones share PIXELS positions: each takes VECTOR adjacent channels of the source, then those
-//   LANES * VECTOR channels on, and has all CHANNELS sums of them in registers. Weights of the phase are in shared memory as
-//   [tap][k][c], with the lanes' channels next to each other. Channels are taken by kDepth for all taps, so that the
-//   taps' loads meet in L1.
-// Shared memory (dynamic): taps of the largest phase * whole steps of channels of the source * kPitch floats.
+// Grid: phases (fastest), tiles of 256 * PIXELS positions of a phase.
+// Block: 256 threads, each with PIXELS positions, 256 apart, of which it has all CHANNELS sums in registers. Weights of the
+//   phase are in shared memory as [tap][k][c], read by all lanes at once. Channels of the source are taken by kDepth for
+//   all taps, so that the taps' loads meet in L1: VECTOR adjacent channels at a time.
+// Shared memory (dynamic): taps of the largest phase * channels of the source * kPitch floats.
 // Determinism: one order of additions per result.
 // Limits: positions of a phase below 2^31; 64-bit offsets.
 #include "conv/few_gather.cuh"
@@ -23,9 +22,8 @@ namespace {
 using T = ELEMENT;
 constexpr int kThreads = 256;
 constexpr int kPitch = CHANNELS == 3 ? 4 : CHANNELS;
-constexpr int kStep = LANES * VECTOR, kPositions = kThreads / LANES;
-constexpr int kDepth = VECTOR == 1 ? 16 : 2 * kStep;
-constexpr int kInFlight = PIXELS == 1 ? 8 : CHANNELS > 4 ? 2 : 4;
+constexpr int kDepth = VECTOR == 1 ? 16 : 2 * VECTOR;
+constexpr int kInFlight = VECTOR > 1 ? 2 : PIXELS == 1 ? 8 : 4;
 
 // A result channel's weights of one channel of the source: one load, or two.
 struct Weights {
@@ -47,7 +45,7 @@ struct Weights {
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(kThreads, PIXELS == 1 ? 4 : 2)
+extern "C" __global__ void __launch_bounds__(kThreads, PIXELS == 1 ? 3 : 2)
     few_gather(const __grid_constant__ FewGatherArgs args) {
   extern __shared__ uint4 shared[];
   float* const weights = reinterpret_cast<float*>(shared);
@@ -59,18 +57,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, PIXELS == 1 ? 4 : 2)
   rest %= phases_hw;
   const GatherPhase& along_h = args.phase[rest / width.phases][1];
   const GatherPhase& along_w = args.phase[rest % width.phases][2];
-  const int source_channels = args.source_channels, rows = (source_channels + kStep - 1) / kStep * kStep;
+  const int source_channels = args.source_channels;
 
   const int taps = along_d.taps * along_h.taps * along_w.taps;
   const T* const weight = static_cast<const T*>(args.weight);
-  for (int i = threadIdx.x; i < taps * rows * kPitch; i += kThreads) {
-    const int c = i % kPitch, outer = i / kPitch, tap = outer / rows;
-    const int row = outer - tap * rows, within = row % kStep;
-    const int k = row - within + within % LANES * VECTOR + within / LANES;
+  for (int i = threadIdx.x; i < taps * source_channels * kPitch; i += kThreads) {
+    const int c = i % kPitch, outer = i / kPitch, tap = outer / source_channels, k = outer - tap * source_channels;
     const int d = divide(divide(tap, along_w.by_taps), along_h.by_taps);
     const int of_hw = tap - d * along_h.taps * along_w.taps;
     const int h = divide(of_hw, along_w.by_taps), w = of_hw - h * along_w.taps;
-    weights[i] = c < args.result_channels && k < source_channels
+    weights[i] = c < args.result_channels
                      ? widen(weight[k * args.weight_stride[0] + c * args.weight_stride[1] +
                                     (along_d.r0 + d * depth.r_step) * args.weight_stride[2] +
                                     (along_h.r0 + h * height.r_step) * args.weight_stride[3] +
@@ -79,7 +75,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, PIXELS == 1 ? 4 : 2)
   }
   __syncthreads();
 
-  const int lane = threadIdx.x % LANES;
   const T* from[PIXELS];
   i64 to[PIXELS];
   int at_d[PIXELS], at_h[PIXELS], at_w[PIXELS];
@@ -87,7 +82,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, PIXELS == 1 ? 4 : 2)
   const int count = args.batch * along_d.count * along_h.count * along_w.count;
 #pragma unroll
   for (int i = 0; i < PIXELS; ++i) {
-    const int index = (tile * PIXELS + i) * kPositions + threadIdx.x / LANES;
+    const int index = (tile * PIXELS + i) * kThreads + threadIdx.x;
     there[i] = index < count;
     int outer = divide(there[i] ? index : 0, along_w.by_count);
     const int w = (there[i] ? index : 0) - outer * along_w.count;
@@ -114,7 +109,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, PIXELS == 1 ? 4 : 2)
 #pragma unroll 1
       for (int h = 0; h < along_h.taps; ++h) {
 #pragma unroll 1
-        for (int w = 0; w < along_w.taps; ++w, of_tap += rows * kPitch) {
+        for (int w = 0; w < along_w.taps; ++w, of_tap += source_channels * kPitch) {
           const int by_d = d * depth.x_tap, by_h = h * height.x_tap, by_w = w * width.x_tap;
           const i64 beyond = by_d * args.source_stride[2] + by_h * args.source_stride[3] +
                              by_w * args.source_stride[4] + first * args.source_stride[1];
@@ -125,21 +120,21 @@ extern "C" __global__ void __launch_bounds__(kThreads, PIXELS == 1 ? 4 : 2)
                         static_cast<u32>(at_h[i] + by_h) < static_cast<u32>(height.size) &&
                         static_cast<u32>(at_w[i] + by_w) < static_cast<u32>(width.size);
           }
-          const float* row = of_tap + (first + lane) * kPitch;
+          const float* row = of_tap + first * kPitch;
           const T* now[PIXELS];
 #pragma unroll
-          for (int i = 0; i < PIXELS; ++i) now[i] = from[i] + beyond + lane * VECTOR * args.source_stride[1];
+          for (int i = 0; i < PIXELS; ++i) now[i] = from[i] + beyond;
 #pragma unroll kInFlight
-          for (int k = first + lane * VECTOR; k < last; k += kStep) {
+          for (int k = first; k < last; k += VECTOR) {
             Vector<T, VECTOR> values[PIXELS];
 #pragma unroll
             for (int i = 0; i < PIXELS; ++i) {
               values[i] = Vector<T, VECTOR>::zero();
               if (inside[i]) values[i] = Vector<T, VECTOR>::load(now[i]);
-              now[i] += kStep * args.source_stride[1];
+              now[i] += VECTOR * args.source_stride[1];
             }
 #pragma unroll
-            for (int e = 0; e < VECTOR; ++e, row += LANES * kPitch) {
+            for (int e = 0; e < VECTOR; ++e, row += kPitch) {
               const Weights by(row);
 #pragma unroll
               for (int i = 0; i < PIXELS; ++i) {
@@ -155,20 +150,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, PIXELS == 1 ? 4 : 2)
   }
 
 #pragma unroll
-  for (int way = LANES / 2; way > 0; way /= 2) {
-#pragma unroll
-    for (int i = 0; i < PIXELS * CHANNELS; ++i) {
-      float& one = sum[i / CHANNELS][i % CHANNELS];
-      one += __shfl_xor_sync(0xffffffff, one, way);
-    }
-  }
-#pragma unroll
   for (int i = 0; i < PIXELS; ++i) {
     if (!there[i]) continue;
 #pragma unroll
     for (int c = 0; c < CHANNELS; ++c) {
       if (c >= args.result_channels) break;
-      if (c % LANES != lane) continue;
       const i64 element = to[i] + c * args.result_stride[1];
       const T* accumulate = static_cast<const T*>(args.accumulate);
       if (accumulate != nullptr) accumulate += element;

@@ -29,8 +29,13 @@ THREADS = 256
 # The most channels of a result, by instance; positions of a thread.
 CHANNELS = (1, 2, 3, 4, 8)
 PIXELS = (1, 4)
-# Threads of a position where channels of the source are contiguous and enough.
-LANES = 8
+# The most channels of the result, and products of a sum: of true float32 channels first, and of
+# others. With fewer channels of the source, a thread has too few loads in flight. On an H200, 14
+# such layers take 0.24 to 0.95 of the time of dense kernels, col2im and hopper_first_data.
+MOST = {True: (8, 432), False: (4, 160)}
+LEAST_SOURCES = 8
+# Of several positions; registers bound it.
+MOST_OF_SEVERAL = 4
 MOST_PHASES = 8
 MOST_SHARED_BYTES = 2**16
 
@@ -39,27 +44,21 @@ FewGatherArgs = structure("conv/few_gather.cuh", "FewGatherArgs")
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Positions of a thread, threads that share them, and elements of the source per load."""
+    """Positions of a thread, and elements of the source per load."""
 
     pixels: int
-    lanes: int
     vector: int
-
-    @property
-    def step(self) -> int:
-        """Channels of the source that the threads of a position take at once."""
-        return self.lanes * self.vector
-
-    @property
-    def positions(self) -> int:
-        """Positions of a block."""
-        return THREADS // self.lanes * self.pixels
 
 
 class FewGather(Solver[ConvWork, Cut]):
     """fwd and bwd_data with at most 8 channels of the result."""
 
     name = "few_gather"
+
+    def __init__(self, *, any_sum: bool = False) -> None:
+        """Create the family; with ``any_sum`` also for sums of more products than it is fast for,
+        in true float32."""
+        self._any_sum = any_sum
 
     def solve(self, work: ConvWork, device: CudaDevice) -> Cut | str:
         """See `Family.why_not`."""
@@ -68,6 +67,9 @@ class FewGather(Solver[ConvWork, Cut]):
         channels = work.channels[1]
         if channels > CHANNELS[-1]:
             return f"{channels} channels of the result are more than {CHANNELS[-1]}"
+        source = work.sides[0]
+        if (reason := self.why_slow(work)) is not None:
+            return reason
         if work.result_dtype is not work.dtype:
             return f"a result in {work.result_dtype}"
         axes = _axes(work)
@@ -75,18 +77,28 @@ class FewGather(Solver[ConvWork, Cut]):
             return f"more than {MOST_PHASES} phases along a dimension"
         if _positions(work, axes) > MAX_PIXELS:
             return f"more than {MAX_PIXELS} positions"
-        source = work.sides[0]
         extents = (work.batch, 1, work.channels[0], *work.sizes[0])
         last = in_whole_chunks(source, extents, 2)
         vector = CHUNK_BYTES // work.dtype.itemsize if last else 1
-        lanes = LANES if last and work.channels[0] >= LANES * vector else 1
-        many = _positions(work, axes) * lanes >= 4 * THREADS * device.multiprocessors
-        cut = Cut(PIXELS[many], lanes, vector)
-        if _shared_bytes(work, axes, cut) > MOST_SHARED_BYTES:
-            return f"weights take {_shared_bytes(work, axes, cut)} bytes of shared memory"
+        many = _positions(work, axes) >= PIXELS[-1] * THREADS * device.multiprocessors
+        cut = Cut(PIXELS[many and channels <= MOST_OF_SEVERAL], vector)
+        if _shared_bytes(work, axes) > MOST_SHARED_BYTES:
+            return f"weights take {_shared_bytes(work, axes)} bytes of shared memory"
         if _blocks(work, axes, cut) > MAX_BLOCKS:
             return "more tiles than one grid holds"
         return why_not_32bit_positions(work) or cut
+
+    def why_slow(self, work: ConvWork) -> str | None:
+        """Return why other families are expected to take less time, or None."""
+        first = not work.sides[0].channels_last
+        exact = work.dtype is DType.FLOAT32 and work.precision != "high" and first
+        (most, products), (read, written) = MOST[exact], work.channels
+        if written > most:
+            return f"{written} channels of the result: tensor cores take less time"
+        few = read >= LEAST_SOURCES and work.taps * read <= products
+        if not few and not (exact and self._any_sum):
+            return f"{work.taps} taps of {read} channels: tensor cores take less time"
+        return None
 
     def fragment(self, work: ConvWork, device: CudaDevice, cut: Cut) -> Fragment:
         source, result = work.sides
@@ -121,21 +133,17 @@ class FewGather(Solver[ConvWork, Cut]):
             (_blocks(work, axes, cut), 1, 1),
             (THREADS, 1, 1),
             pack(args, **pointers),
-            _shared_bytes(work, axes, cut),
+            _shared_bytes(work, axes),
         )
         return Fragment(f"{self.name}_{work.direction}", (launch,))
 
     def instances(self) -> Iterable[Instance]:
         return [
-            _instance(dtype, most, Cut(pixels, lanes, vector))
+            _instance(dtype, most, Cut(pixels, vector))
             for dtype in DTYPES
             for most in CHANNELS
-            for pixels in PIXELS
-            for lanes, vector in (
-                (1, 1),
-                (1, CHUNK_BYTES // dtype.itemsize),
-                (LANES, CHUNK_BYTES // dtype.itemsize),
-            )
+            for pixels in PIXELS[: 1 + (most <= MOST_OF_SEVERAL)]
+            for vector in (1, CHUNK_BYTES // dtype.itemsize)
         ]
 
 
@@ -145,7 +153,6 @@ def _instance(dtype: DType, channels: int, cut: Cut) -> Instance:
         ELEMENT=dtype,
         CHANNELS=channels,
         PIXELS=cut.pixels,
-        LANES=cut.lanes,
         VECTOR=cut.vector,
     )
 
@@ -161,12 +168,11 @@ def _positions(work: ConvWork, axes: Iterable[Axis]) -> int:
 
 def _blocks(work: ConvWork, axes: tuple[Axis, ...], cut: Cut) -> int:
     phases = prod(len(axis.phases) for axis in axes)
-    return phases * ceil_div(_positions(work, axes), cut.positions)
+    return phases * ceil_div(_positions(work, axes), THREADS * cut.pixels)
 
 
-def _shared_bytes(work: ConvWork, axes: Iterable[Axis], cut: Cut) -> int:
+def _shared_bytes(work: ConvWork, axes: Iterable[Axis]) -> int:
     """Return the bytes of the largest phase's weights."""
     most = next(most for most in CHANNELS if most >= work.channels[1])
     taps = prod(max(phase.taps for phase in axis.phases) for axis in axes)
-    rows = ceil_div(work.channels[0], cut.step) * cut.step
-    return taps * rows * (4 if most == 3 else most) * 4
+    return taps * work.channels[0] * (4 if most == 3 else most) * 4

@@ -7,8 +7,8 @@
 // tile is FRAGMENTS * 16 taps by 32 channels.
 //
 // Products are those of TF32, which are exact for 16-bit elements. With SPLIT, products of float32 are three of TF32 (core/split_tf32.cuh), whose sums over a unit are promoted to
-// float32. Where a warp meets an element whose low part would underflow, it adds its part of the unit by FMA; so
-// it does for single sums that are not finite, as a high part may round to infinity.
+// float32. A unit with an element whose low part would underflow is added by FMA; so are single sums that are not
+// finite, as a high part may round to infinity.
 //
 // Grid: groups of taps (fastest) x blocks of channels; shares of the units.
 // Block: a unit is some rows of y by a segment of columns, with the rows of x that they meet. All threads copy units
@@ -20,7 +20,6 @@
 // Determinism: one order of additions per result and number of shares.
 // Limits: units below 2^31; 64-bit offsets.
 #include "conv/first_weight.cuh"
-#include "core/extremes.cuh"
 #include "core/split_tf32.cuh"
 #include "ptx/pdl.cuh"
 
@@ -84,6 +83,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
   const int first_tap = (blockIdx.x - group * args.tap_groups) * block_m, first_channel = group * block_n;
   const u32 ring = shared_address(shared);
 
+  FirstWeightUnit unit(args, blockIdx.y), copied = unit;
+  u32 write = ring, read = ring;
+  const u32 end = ring + args.stages * args.stage_bytes;
+  const auto advance = [&](u32& stage) {
+    stage += args.stage_bytes;
+    if (stage == end) stage = ring;
+  };
+  const auto copy = [&] {
+    if (copied.there()) {
+      copy_unit<T>(args, copied, write, first_channel, block_n);
+      copied.next(args);
+    }
+    cp_async_commit();
+    advance(write);
+  };
+  launch_dependent_grids();
+  for (int i = 1; i < args.stages; ++i) copy();
   // Where this lane's taps and channels are in a stage, at the first pixel that it reads.
   const int g = lane >> 2, t = lane & 3;
   const int pixel = args.stride[2] * args.column * kItem;  // bytes of x between columns
@@ -104,23 +120,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
   }
   const u32 at_b = (warp_n * kTileN + g) * args.y_channel + t * args.y_column;
 
-  FirstWeightUnit unit(args, blockIdx.y), copied = unit;
-  u32 write = ring, read = ring;
-  const u32 end = ring + args.stages * args.stage_bytes;
-  const auto advance = [&](u32& stage) {
-    stage += args.stage_bytes;
-    if (stage == end) stage = ring;
-  };
-  const auto copy = [&] {
-    if (copied.there()) {
-      copy_unit<T>(args, copied, write, first_channel, block_n);
-      copied.next(args);
-    }
-    cp_async_commit();
-    advance(write);
-  };
-  launch_dependent_grids();
-  for (int i = 1; i < args.stages; ++i) copy();
   Sums sum = {};
 #pragma unroll 1
   for (; unit.there(); unit.next(args)) {
@@ -129,7 +128,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     } else {
       cp_async_wait<1>();
     }
-    __syncthreads();
+    [[maybe_unused]] bool tiny = false;
+    if constexpr (SPLIT) {
+      tiny = extremes_of_copies(args, unit, read, first_channel, block_n).least < Extremes::low(kTiny);
+      tiny = __syncthreads_or(tiny);
+    } else {
+      __syncthreads();
+    }
     copy();
     const int width = min(args.segment, args.y_size[2] - unit.segment * args.segment);
     const int steps = (width + 7) / 8;  // of a row
@@ -152,23 +157,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     };
     if (turn < steps * height) load(turn / steps, turn % steps);
     [[maybe_unused]] Sums part = {};
-    [[maybe_unused]] u32 least = ~0u;
     for_each_step([&](int, int, int p, int step) {
       Operands high = next;
       if constexpr (SPLIT) {
         Operands low;
 #pragma unroll
-        for (int i = 0; i < kRows; ++i) {
+        for (int i = 0; i < kRows; ++i) split(next.a[i], high.a[i], low.a[i]);
 #pragma unroll
-          for (int e = 0; e < 4; ++e) least = min(least, Extremes::low(next.a[i][e]));
-          split(next.a[i], high.a[i], low.a[i]);
-        }
-#pragma unroll
-        for (int j = 0; j < kColumns / 2; ++j) {
-#pragma unroll
-          for (int e = 0; e < 4; ++e) least = min(least, Extremes::low(next.b[j][e]));
-          split(next.b[j], high.b[j], low.b[j]);
-        }
+        for (int j = 0; j < kColumns / 2; ++j) split(next.b[j], high.b[j], low.b[j]);
         if (p < height) load(p, step);
         multiply(part, low, high);
         multiply(part, high, low);
@@ -186,7 +182,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
       }
     });
     if constexpr (SPLIT) {
-      const bool tiny = __any_sync(0xffffffff, least < Extremes::low(kTiny));
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
         float some = 0;  // not zero, but NaN, if one of the sums is not finite

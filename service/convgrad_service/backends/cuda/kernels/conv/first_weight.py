@@ -23,7 +23,7 @@ from convgrad_service.backends.cuda.kernels.core.limits import (
     why_not_32bit_positions,
 )
 from convgrad_service.backends.cuda.structures import structure
-from convgrad_service.plans.cuda.device import CudaDevice
+from convgrad_service.plans.cuda.device import RESERVED_BYTES, CudaDevice
 from convgrad_service.plans.cuda.families import Solver
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, Workspace, ceil_div
 from convgrad_service.plans.cuda.works import ConvWork
@@ -38,8 +38,9 @@ STEP = 8
 """Pixels of an mma."""
 CHUNK_BYTES, WORD_BYTES = 16, 4
 """What cp.async copies at once: of aligned rows, and of others."""
-MOST_SEGMENT, MOST_ROWS = 512, 16
-STATIC_BYTES = 1024
+SEGMENTS = (8, 16, 32, 48, 64, 96, 128, 256, 512)
+ROWS = (1, 2, 3, 4, 6, 8, 16)
+"""Columns and rows of a unit, at most."""
 MAX_INDEX = 2**31 - 1
 # The most bytes of partial sums, unless the caller asks for more splits.
 PARTIAL_BYTES = 256 * 2**20
@@ -50,18 +51,30 @@ FirstWeightArgs = structure("conv/first_weight.cuh", "FirstWeightArgs")
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A warp's fragments of 16 taps, the most warps of a block, and blocks of an SM."""
+    """A warp's fragments of 16 taps, the most warps of a block, and the blocks for which an SM has
+    registers: with operands that are split, and with others."""
 
     fragments: int
     warps: int
-    blocks: int
+    split_blocks: int
+    plain_blocks: int
 
     @property
     def taps(self) -> int:
         return 16 * self.fragments
 
+    def blocks(self, split: bool) -> int:
+        return self.split_blocks if split else self.plain_blocks
 
-TILES = (Tile(1, 8, 2), Tile(2, 12, 1), Tile(4, 8, 1))
+
+TILES = (
+    Tile(1, 4, 5, 6),
+    Tile(1, 8, 2, 3),
+    Tile(2, 4, 3, 5),
+    Tile(2, 8, 1, 2),
+    Tile(4, 4, 2, 3),
+    Tile(4, 8, 1, 1),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,17 +133,18 @@ class Cut:
         return max(self.stages * self.stage_bytes, 4 * sums)
 
 
-NEEDS = Requirements(dilated=False)
-
-
 class FirstWeight(Solver[ConvWork, Cut]):
     """bwd_weight with at most ``MOST_CHANNELS`` input channels, without copies."""
 
     name = "first_weight"
 
+    def __init__(self, dtypes: tuple[DType, ...] = DTYPES) -> None:
+        """Create the family; ``dtypes`` are the types of operands that it takes."""
+        self._needs = Requirements(dtypes=dtypes, dilated=False)
+
     def solve(self, work: ConvWork, device: CudaDevice) -> Cut | str:
         """See `Family.why_not`. Splitting along N or H does not change the answer."""
-        if (reason := NEEDS.why_not(work, device)) is not None:
+        if (reason := self._needs.why_not(work, device)) is not None:
             return reason
         if work.in_channels > MOST_CHANNELS:
             return f"{work.in_channels} channels of the input are more than {MOST_CHANNELS}"
@@ -159,21 +173,20 @@ class FirstWeight(Solver[ConvWork, Cut]):
         args.y_channels, args.taps = work.out_channels, work.in_channels * work.taps
         fill(args, work, "kernel", "stride", "pad")
         layout = cut.layout
-        fill(args, layout, "planes", "column", "y_last", "y_bytes", "x_bytes")
+        fill(args, layout, "planes", "column", "y_last")
         fill(args, cut, "tap_groups", "warps_m", "warps_n", "rows", "segment", "stages")
-        fill(args, cut, "x_rows", "x_lead", "stage_bytes")
+        fill(args, cut, "x_lead", "stage_bytes")
         args.row_units = ceil_div(work.output[1], cut.rows)
         args.segments = ceil_div(work.output[2], cut.segment)
         args.units, args.more = divmod(units, splits)
         args.x_at = layout.item * cut.y_size
         for name in ("y_row", "y_column", "y_channel", "x_row", "x_plane"):
             setattr(args, name, layout.item * getattr(cut, name))
-        args.x_chunks = cut.x_length * layout.item // layout.x_bytes
-        y_length = cut.warps_n * COLUMNS if layout.y_last else cut.segment
-        args.y_chunks = y_length * layout.item // layout.y_bytes
-        args.x_log, args.y_log = _lanes_log(args.x_chunks), _lanes_log(args.y_chunks)
-        args.by_y_rows = divider(cut.segment if layout.y_last else cut.rows)
-        args.by_x_rows = divider(cut.x_rows)
+        x_chunks, y_chunks = _chunks(cut)
+        y_rows = cut.segment if layout.y_last else cut.rows
+        _shape(args.x_shape, layout.x_bytes, cut.x_rows, x_chunks, layout.planes, cut.threads)
+        y_planes = cut.rows if layout.y_last else cut.warps_n * COLUMNS
+        _shape(args.y_shape, layout.y_bytes, y_rows, y_chunks, y_planes, cut.threads)
         partials = f"{work.prefix}partials"
         launch = Launch(
             _instance(work.dtype, cut.tile, _split(work)),
@@ -186,6 +199,7 @@ class FirstWeight(Solver[ConvWork, Cut]):
             f"{self.name}/{splits}",
             (launch, first_sum(work, partials, splits, device)),
             (Workspace(partials, splits * results * 4),),
+            expected_s=START_S + _clocks(work, device, cut) / CLOCKS_PER_S,
         )
 
     def instances(self) -> Iterable[Instance]:
@@ -247,8 +261,10 @@ def _split(work: ConvWork) -> bool:
 def _cuts(work: ConvWork, device: CudaDevice, layout: Layout) -> Iterator[Cut]:
     """Return every partition that fits."""
     taps, columns = work.in_channels * work.taps, work.output[2]
-    widths = {ceil_div(ceil_div(columns, count), STEP) * STEP for count in range(1, 65)}
-    segments = sorted(one for one in widths if one <= MOST_SEGMENT and one >= min(16, max(widths)))
+    # The even segments of at most so many columns.
+    segments = {
+        ceil_div(ceil_div(columns, ceil_div(columns, most)), STEP) * STEP for most in SEGMENTS
+    }
     for tile in TILES:
         all_m, all_n = ceil_div(taps, tile.taps), ceil_div(work.out_channels, COLUMNS)
         groups = ceil_div(all_m, tile.warps)
@@ -258,10 +274,10 @@ def _cuts(work: ConvWork, device: CudaDevice, layout: Layout) -> Iterator[Cut]:
         warps_k = tile.warps // (warps_m * warps_n)
         room = min(
             device.shared_bytes_per_block,
-            device.shared_bytes_per_multiprocessor // tile.blocks - 1024,
+            device.shared_bytes_per_multiprocessor // tile.blocks(_split(work)) - RESERVED_BYTES,
         )
-        for segment in segments:
-            for rows in (1, 2, 3, 4, 6, 8, 12, 16):
+        for segment in sorted(segments):
+            for rows in ROWS:
                 if rows > work.output[1]:
                     break
                 for stages in (3, 2):
@@ -275,7 +291,7 @@ def _cuts(work: ConvWork, device: CudaDevice, layout: Layout) -> Iterator[Cut]:
                         segment,
                         stages,
                     )
-                    if cut.shared_bytes + STATIC_BYTES <= room:
+                    if cut.shared_bytes <= room:
                         yield cut
                         break
 
@@ -352,48 +368,71 @@ def _splits(work: ConvWork, device: CudaDevice, cut: Cut) -> int:
     if work.split_k is not None:
         return max(1, min(work.split_k, units, MAX_GRID_YZ))
     room = max(1, PARTIAL_BYTES // (results * 4))
-    blocks = device.multiprocessors * cut.tile.blocks
+    blocks = device.multiprocessors * cut.tile.blocks(_split(work))
     return max(
         1, min(units, room, MAX_GRID_YZ, blocks // (cut.tap_groups * _channel_groups(work, cut)))
     )
 
 
-# Of an SM, per clock: bytes of memory, and products of TF32 by mma.sync. Clocks of a unit besides.
-BYTES, PRODUCTS, UNIT = 18.0, 650.0, 400.0
+# Of an SM, per clock: bytes of memory, products of TF32 by mma.sync, instructions.
+BYTES, PRODUCTS, ISSUED = 16.0, 650.0, 3.0
+# Bytes that a row of y costs besides its own.
+ROW_BYTES = 32
+# Of both launches.
+START_S, CLOCKS_PER_S = 7e-6, 1.7e9
+# Clocks of a unit, and of each of a warp's steps, in which the block waits.
+UNIT, STEPS = 900.0, 120.0
 
 
 def _clocks(work: ConvWork, device: CudaDevice, cut: Cut) -> float:
     """Return the clocks that a partition should take."""
     splits = _splits(work, device, cut)
     groups = cut.tap_groups * _channel_groups(work, cut)
-    exact, item = _split(work), cut.layout.item
+    split, layout, warps = _split(work), cut.layout, cut.warps_m * cut.warps_n
     steps = cut.rows * cut.segment // STEP
-    warps = cut.warps_m * cut.warps_n
-    # By the block's warps together: a step of each tile.
+    fragments, loads = cut.tile.fragments * 4, cut.tile.fragments * 4 + 8
+    parts = 3 if split else 1
+    # Of the block's warps together, a step of each tile.
     taken = ceil_div(steps, cut.warps_k) * cut.warps_k * warps
-    together = cut.warps_k * warps
-    products = cut.tile.fragments * 4 * 1024 * (3 if exact else 1) / PRODUCTS
-    loads = cut.tile.fragments * 4 + 8
-    issued = loads * (8 if exact else 3) + cut.tile.fragments * 4 * (3 if exact else 1) + 30
-    active = min(1.0, together * cut.tile.blocks / 8)
-    computed = taken * max(products, issued / 4, loads) / active
-    layout = cut.layout
-    y_elements = cut.rows * cut.segment * cut.warps_n * COLUMNS
-    x_elements = layout.planes * work.kernel[0] * cut.x_rows * cut.x_length
-    copied = (y_elements / layout.y_bytes + x_elements / layout.x_bytes) * item
-    computed += copied / 32 * 10 / 4
-    moved = (y_elements + x_elements) * item / BYTES
-    unit = max(computed, moved) + UNIT / cut.tile.blocks
-    waves = ceil_div(groups * splits, device.multiprocessors * cut.tile.blocks)
-    resident = min(cut.tile.blocks, ceil_div(groups * splits, device.multiprocessors))
+    issued = taken * (loads * (4.5 if split else 2.5) + fragments * parts + 25)
+    elements = (
+        layout.planes * work.kernel[0] * cut.x_rows * cut.x_length,
+        cut.rows * cut.segment * cut.warps_n * COLUMNS,
+    )
+    for count, size in zip(elements, (layout.x_bytes, layout.y_bytes), strict=True):
+        issued += count * layout.item / size / 32 * (16 if split else 8)
+    # Rows of y are read in whole sectors, and short ones less evenly.
+    y_row = (cut.warps_n * COLUMNS if layout.y_last else cut.segment) * layout.item
+    moved = (elements[0] + elements[1] * (1 + ROW_BYTES / y_row)) * layout.item
+    products = taken * fragments * parts * 1024
+    unit = max(issued / ISSUED, products / PRODUCTS, taken * loads, moved / BYTES)
     share = ceil_div(_units(work, cut), splits)
+    resident = ceil_div(groups * splits, device.multiprocessors)
+    waits = UNIT + ceil_div(steps, cut.warps_k) * STEPS
+    at_once = min(resident, cut.tile.blocks(split))
     sums = splits * results_of(work) * 4 / (BYTES * device.multiprocessors)
-    return waves * resident * share * unit + sums + unit
+    return share * resident * (unit + waits / at_once) + sums + waits + unit
 
 
-def _lanes_log(chunks: int) -> int:
-    """Return log2 of the threads that copy a row of ``chunks``, at most a warp."""
-    return min(5, max(chunks - 1, 0).bit_length())
+def _chunks(cut: Cut) -> tuple[int, int]:
+    """Return the chunks of a row of x, and of y, that are copied at once."""
+    layout = cut.layout
+    y_length = cut.warps_n * COLUMNS if layout.y_last else cut.segment
+    return (
+        cut.x_length * layout.item // layout.x_bytes,
+        y_length * layout.item // layout.y_bytes,
+    )
+
+
+def _shape(shape: Any, size: int, rows: int, chunks: int, planes: int, threads: int) -> None:
+    """Fill in a ``CopyShape``."""
+    shape.bytes, shape.places, shape.chunks = size, rows * chunks, chunks
+    shape.groups = max(1, min(planes, threads // shape.places))
+    for by, count in (
+        (shape.by_places, shape.places if shape.groups > 1 else threads),
+        (shape.by_chunks, chunks),
+    ):
+        by.factor, by.shift = divider(count)
 
 
 def _instance(dtype: DType, tile: Tile, split: bool) -> Instance:
@@ -403,5 +442,5 @@ def _instance(dtype: DType, tile: Tile, split: bool) -> Instance:
         FRAGMENTS=tile.fragments,
         SPLIT=split,
         THREADS=32 * tile.warps,
-        BLOCKS=tile.blocks,
+        BLOCKS=tile.blocks(split),
     )
