@@ -267,9 +267,8 @@ FIRST_DATA = (
 )
 FIRST_WEIGHT = (
     PatchProducts(DENSE_WEIGHT),
-    FastestExpected((FirstWeight((DType.FLOAT32,)),), (FLOAT32_GEMM,), overheads=OVERHEADS),
     HopperFirstTaps(),
-    FirstWeight(),
+    FastestExpected((FirstWeight(),), *((one,) for one in IMPLICIT_GEMMS), overheads=OVERHEADS),
 )
 
 # Two convolutions with the intermediate on chip.

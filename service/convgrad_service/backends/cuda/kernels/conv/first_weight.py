@@ -133,18 +133,17 @@ class Cut:
         return max(self.stages * self.stage_bytes, 4 * sums)
 
 
+NEEDS = Requirements(dilated=False)
+
+
 class FirstWeight(Solver[ConvWork, Cut]):
     """bwd_weight with at most ``MOST_CHANNELS`` input channels, without copies."""
 
     name = "first_weight"
 
-    def __init__(self, dtypes: tuple[DType, ...] = DTYPES) -> None:
-        """Create the family; ``dtypes`` are the types of operands that it takes."""
-        self._needs = Requirements(dtypes=dtypes, dilated=False)
-
     def solve(self, work: ConvWork, device: CudaDevice) -> Cut | str:
         """See `Family.why_not`. Splitting along N or H does not change the answer."""
-        if (reason := self._needs.why_not(work, device)) is not None:
+        if (reason := NEEDS.why_not(work, device)) is not None:
             return reason
         if work.in_channels > MOST_CHANNELS:
             return f"{work.in_channels} channels of the input are more than {MOST_CHANNELS}"
