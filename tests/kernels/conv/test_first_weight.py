@@ -9,7 +9,9 @@ import pytest
 
 from convgrad_service.backends.base import Backend
 from convgrad_service.backends.cuda.families import FAMILIES
-from convgrad_service.backends.cuda.kernels.conv.first_weight import TILES, Cut, FirstWeight
+from convgrad_service.backends.cuda.kernels.conv import first_weight_cuts
+from convgrad_service.backends.cuda.kernels.conv.first_weight import FirstWeight
+from convgrad_service.backends.cuda.kernels.conv.first_weight_cuts import TILES, Cut, Tile
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import Fragment
 from convgrad_service.plans.cuda.works import ConvWork
@@ -100,6 +102,8 @@ def test_emulated_magnitudes(seed: int, of: str, scale: float) -> None:
 @emulation
 @pytest.mark.parametrize("tile", TILES, ids=lambda tile: f"{tile.fragments}")
 @pytest.mark.parametrize("name", ["vgg", "column"])
-def test_every_tile(monkeypatch: pytest.MonkeyPatch, seed: int, name: str, tile: object) -> None:
-    monkeypatch.setattr("convgrad_service.backends.cuda.kernels.conv.first_weight.TILES", (tile,))
+def test_every_tile(monkeypatch: pytest.MonkeyPatch, seed: int, name: str, tile: Tile) -> None:
+    monkeypatch.setattr(
+        "convgrad_service.backends.cuda.kernels.conv.first_weight_cuts.TILES", (tile,)
+    )
     gates(emulated(), seed, CASES[name], "float32", with_layouts(2, grouped=False)[1:])
