@@ -9,7 +9,6 @@ import pytest
 
 from convgrad_service.backends.base import Backend
 from convgrad_service.backends.cuda.families import FAMILIES
-from convgrad_service.backends.cuda.kernels.conv import first_weight_cuts
 from convgrad_service.backends.cuda.kernels.conv.first_weight import FirstWeight
 from convgrad_service.backends.cuda.kernels.conv.first_weight_cuts import TILES, Cut, Tile
 from convgrad_service.plans.cuda.device import CudaDevice
