@@ -285,7 +285,7 @@ FROM_INDICES = (WindowScatter(), WindowRoutes())
 LAST_GATHERS = (*DENSE, *IMPLICIT_GEMMS, GatherTile(), GatherDirect())
 
 FAMILIES = Families(
-    fwd=(*DEPTHWISE, *GROUPED, *FIRST_FORWARD, COL2IM, *LAST_GATHERS),
+    fwd=(*DEPTHWISE, *GROUPED, *FIRST_FORWARD, FewGather(), COL2IM, *LAST_GATHERS),
     bwd_data=(
         *DEPTHWISE,
         *DEPTHWISE_SUMS,

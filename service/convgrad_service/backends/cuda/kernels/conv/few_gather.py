@@ -30,9 +30,10 @@ THREADS = 256
 CHANNELS = (1, 2, 3, 4, 8)
 PIXELS = (1, 4)
 # The most channels of the result, and products of a sum: of true float32 channels first, and of
-# others. With fewer channels of the source, a thread has too few loads in flight. On an H200, 14
-# such layers take 0.24 to 0.95 of the time of dense kernels, col2im and hopper_first_data.
+# others. With fewer channels of the source, a thread has too few loads in flight. On an H200, 28
+# such layers take 0.23 to 1.03 of the time of dense kernels, col2im and hopper_first_data.
 MOST = {True: (8, 432), False: (4, 160)}
+MOST_OF_STRIDE_1 = 1152
 LEAST_SOURCES = 8
 # Of several positions; registers bound it.
 MOST_OF_SEVERAL = 4
@@ -93,6 +94,10 @@ class FewGather(Solver[ConvWork, Cut]):
         first = not work.sides[0].channels_last
         exact = work.dtype is DType.FLOAT32 and work.precision != "high" and first
         (most, products), (read, written) = MOST[exact], work.channels
+        if work.direction == "fwd" and not exact:
+            return "a forward pass that is not in true float32 channels first"
+        if work.direction == "bwd_data" and exact and max(work.stride) == 1:
+            products = MOST_OF_STRIDE_1
         if written > most:
             return f"{written} channels of the result: tensor cores take less time"
         few = read >= LEAST_SOURCES and work.taps * read <= products

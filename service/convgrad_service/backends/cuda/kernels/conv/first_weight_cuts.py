@@ -276,14 +276,13 @@ def splits_of(work: ConvWork, device: CudaDevice, cut: Cut) -> int:
     )
 
 
+# Fitted on an H200 to 800 configurations of 81 layers, without a second half: they err by 23 %.
 # Of an SM, per clock: bytes of memory, products of TF32 by mma.sync, instructions.
-BYTES, PRODUCTS, ISSUED = 16.0, 650.0, 3.0
-# Bytes that a row of y costs besides its own.
-ROW_BYTES = 32
+BYTES, PRODUCTS, ISSUED = 12.0, 650.0, 1.3
 # Of both launches.
 START_S, CLOCKS_PER_S = 7e-6, 1.7e9
 # Clocks of a unit, and of each of a warp's steps, in which the block waits.
-UNIT, STEPS = 900.0, 120.0
+UNIT, STEPS = 2500.0, 60.0
 
 
 def expected_clocks(work: ConvWork, device: CudaDevice, cut: Cut) -> float:
@@ -303,9 +302,7 @@ def expected_clocks(work: ConvWork, device: CudaDevice, cut: Cut) -> float:
     )
     for count, size in zip(elements, (layout.x_bytes, layout.y_bytes), strict=True):
         issued += count * layout.item / size / 32 * (16 if split else 8)
-    # Rows of y are read in whole sectors, and short ones less evenly.
-    y_row = (cut.warps_n * COLUMNS if layout.y_last else cut.segment) * layout.item
-    moved = (elements[0] + elements[1] * (1 + ROW_BYTES / y_row)) * layout.item
+    moved = sum(elements) * layout.item
     products = taken * fragments * parts * 1024
     unit = max(issued / ISSUED, products / PRODUCTS, taken * loads, moved / BYTES)
     share = ceil_div(units_of(work, cut), splits)
