@@ -34,6 +34,8 @@ PIXELS = (1, 4)
 # such layers take 0.23 to 1.03 of the time of dense kernels, col2im and hopper_first_data.
 MOST = {True: (8, 432), False: (4, 160)}
 MOST_OF_STRIDE_1 = 1152
+# From so many channels of the source on, tensor cores take kernels of several columns.
+MOST_OF_ROWS = 16
 LEAST_SOURCES = 8
 # Of several positions; registers bound it.
 MOST_OF_SEVERAL = 4
@@ -96,6 +98,8 @@ class FewGather(Solver[ConvWork, Cut]):
         (most, products), (read, written) = MOST[exact], work.channels
         if work.direction == "fwd" and not exact:
             return "a forward pass that is not in true float32 channels first"
+        if not exact and read >= MOST_OF_ROWS and work.kernel[2] > 1:
+            return f"rows of {work.kernel[2]} taps of {read} channels: hopper_first_data"
         if work.direction == "bwd_data" and exact and max(work.stride) == 1:
             products = MOST_OF_STRIDE_1
         if written > most:
