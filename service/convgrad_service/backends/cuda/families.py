@@ -16,7 +16,10 @@ from convgrad_service.backends.cuda.kernels.conv.channel_sums import ChannelSums
 from convgrad_service.backends.cuda.kernels.conv.col2im import Col2im
 from convgrad_service.backends.cuda.kernels.conv.dense_gather import DenseGather
 from convgrad_service.backends.cuda.kernels.conv.dense_weight import DenseWeight
+from convgrad_service.backends.cuda.kernels.conv.few_gather import FewGather
+from convgrad_service.backends.cuda.kernels.conv.few_sources import FewSources
 from convgrad_service.backends.cuda.kernels.conv.first_forward import FirstForward
+from convgrad_service.backends.cuda.kernels.conv.first_weight import FirstWeight
 from convgrad_service.backends.cuda.kernels.conv.hopper_first_data import HopperFirstData
 from convgrad_service.backends.cuda.kernels.conv.hopper_first_taps import HopperFirstTaps
 from convgrad_service.backends.cuda.kernels.conv.hopper_gather import HopperGather
@@ -86,6 +89,7 @@ __all__ = ["FAMILIES"]
 # models with these corrections err by 12 to 20 %.
 OVERHEADS = {
     "grouped_gather": Overhead(0.0),
+    "first_weight": Overhead(0.0),
     "grouped_weight": Overhead(0.0),
     "hopper_grouped_weight": Overhead(5.7e-6, 0.97),
     "implicit_gemm": Overhead(0.0, 1.0, 4e-6),
@@ -279,18 +283,21 @@ COL2IM = Col2im(
     (PointwiseGemm(), IMPLICIT_GEMM), (*DENSE, *IMPLICIT_GEMMS), least_gathered_bytes=28e6
 )
 # First layers: few channels of the input.
-FIRST_FORWARD = (PatchProducts(DENSE), FirstForward())
+FIRST_FORWARD = (PatchProducts(DENSE), FewSources(), FirstForward())
 FIRST_DATA = (
+    FewSources(),
     PatchProducts(DENSE),
+    FewGather(),
     HopperFirstData(),
     COL2IM,
     HopperFirstData(sparse=True),
+    FewGather(any_sum=True),
     FirstForward(),
 )
 FIRST_WEIGHT = (
     PatchProducts(DENSE_WEIGHT),
     HopperFirstTaps(),
-    PatchProducts((WeightTile(),)),
+    FastestExpected((FirstWeight(),), *((one,) for one in IMPLICIT_GEMMS), overheads=OVERHEADS),
 )
 
 # Two convolutions with the intermediate on chip.
@@ -307,7 +314,7 @@ FROM_INDICES = (WindowScatter(), WindowRoutes())
 LAST_GATHERS = (*DENSE, *IMPLICIT_GEMMS, GatherTile(), GatherDirect())
 
 FAMILIES = Families(
-    fwd=(*DEPTHWISE, *GROUPED, *FIRST_FORWARD, COL2IM, *LAST_GATHERS),
+    fwd=(*DEPTHWISE, *GROUPED, *FIRST_FORWARD, FewGather(), COL2IM, *LAST_GATHERS),
     bwd_data=(
         *DEPTHWISE,
         *DEPTHWISE_SUMS,
