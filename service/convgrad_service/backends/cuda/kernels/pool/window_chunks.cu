@@ -148,9 +148,19 @@ __device__ __forceinline__ void average(const ChunkArgs& args, u32 from, const P
     const float by = args.divisor, reciprocal = args.reciprocal;
 #endif
     // A sum of negative zeros is zero.
-    y[e] = narrow<T>(divided<T>(sum + 0.0f, by, reciprocal));
+    y[e] = narrow<T>(sizeof(T) == 2 ? fmaf(sum, reciprocal, 0.0f) : divided<T>(sum + 0.0f, by, reciprocal));
   }
 }
+
+#if OVERLAPPED
+// Waits until at most `pending` of this thread's groups of copies are pending.
+__device__ __forceinline__ void wait_for_copies(int pending) {
+  if (pending >= 3) return cp_async_wait<3>();
+  if (pending == 2) return cp_async_wait<2>();
+  if (pending == 1) return cp_async_wait<1>();
+  cp_async_wait<0>();
+}
+#endif
 
 // `rest`: the elements of a line beyond whole chunks.
 template <int kRest>
@@ -160,6 +170,10 @@ __device__ __forceinline__ void average_tile(const ChunkArgs& args, int rest, u3
   }
 #pragma unroll 1
   for (int i = 0; i < EACH; ++i) {
+#if OVERLAPPED
+    wait_for_copies(EACH - 1 - i);
+    __syncthreads();
+#endif
     const int at = static_cast<int>(i * kThreads + threadIdx.x) * kChunk, first = tile + at;
     const int plane = divide(min(first, args.elements), args.by_plane);
     Place place;
@@ -192,13 +206,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   const int thread = static_cast<int>(threadIdx.x), tile = static_cast<int>(blockIdx.x) * kTile;
   const int chunks = (kTile + 2 * args.halo) / kChunk, begin = tile - args.halo;
   const char* const x = static_cast<const char*>(args.x) + static_cast<i64>(begin) * static_cast<int>(sizeof(T));
-#pragma unroll 4
-  for (int c = thread; c < chunks; c += kThreads) {
-    const int at = begin + c * kChunk, left = args.elements - at;
-    if (at >= 0 && left > 0) cp_async<16>(copy + c * 16, x + static_cast<i64>(c) * 16, min(left * static_cast<int>(sizeof(T)), 16));
+#pragma unroll
+  for (int i = 0; i <= EACH; ++i) {
+    const int c = thread + i * kThreads, at = begin + c * kChunk, left = args.elements - at;
+    if (c < chunks && at >= 0 && left > 0) {
+      cp_async<16>(copy + c * 16, x + static_cast<i64>(c) * 16, min(left, kChunk) * static_cast<int>(sizeof(T)));
+    }
+    cp_async_commit();
   }
-  cp_async_commit();
+#if !OVERLAPPED
   cp_async_wait<0>();
   __syncthreads();
+#endif
   average_tile<0>(args, args.columns % kChunk, copy, tile);
 }

@@ -26,6 +26,7 @@ __all__ = ["WindowChunks"]
 THREADS = 256
 # Chunks of a thread, and blocks of a multiprocessor that registers suffice for.
 EACH, BLOCKS = 4, 4
+OVERLAPPED = 0
 LEAST_LINES = 3
 # The halo is at most this part of a tile.
 MOST_HALO = 0.25
@@ -117,6 +118,7 @@ def _instance(dtype: DType, varying: str | None) -> Instance:
         ELEMENT=dtype,
         EACH=EACH,
         BLOCKS=BLOCKS,
+        OVERLAPPED=OVERLAPPED,
         SIZED=varying == "outputs",
         WEIGHTED=varying == "inputs",
     )
