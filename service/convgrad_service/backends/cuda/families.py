@@ -69,7 +69,7 @@ from convgrad_service.backends.cuda.kernels.pool.pool_cells import PoolCells
 from convgrad_service.backends.cuda.kernels.pool.pool_stages import MaximaByAxes, PoolThroughIndices
 from convgrad_service.backends.cuda.kernels.pool.pool_strips import PoolStrips
 from convgrad_service.backends.cuda.kernels.pool.pool_tiles import PoolTiles
-from convgrad_service.backends.cuda.kernels.pool.window_chunks import WindowChunks
+from convgrad_service.backends.cuda.kernels.pool.window_chunks import RouteChunks, WindowChunks
 from convgrad_service.backends.cuda.kernels.pool.window_maxima import WindowMaxima
 from convgrad_service.backends.cuda.kernels.pool.window_planes import WindowPlanes
 from convgrad_service.backends.cuda.kernels.pool.window_reduce import WindowReduce
@@ -276,7 +276,7 @@ FUSED = (
 # Maxima over windows, and their gradients from indices.
 MAXIMA_ONE_PASS = (WindowReduce(), WindowPlanes(), WindowMaxima())
 MAXIMA = (MaximaByAxes(MAXIMA_ONE_PASS), *MAXIMA_ONE_PASS)
-FROM_INDICES = (WindowScatter(), WindowRoutes())
+FROM_INDICES = (RouteChunks(), WindowScatter(), WindowRoutes())
 
 LAST_GATHERS = (*DENSE, *IMPLICIT_GEMMS, GatherTile(), GatherDirect())
 

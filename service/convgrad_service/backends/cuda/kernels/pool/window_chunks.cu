@@ -1,91 +1,32 @@
-// Average pooling over 3x3 windows that slide by one position, around it, channels first. Launched by
-// window_chunks.py.
+// Average pooling over 3x3 windows that slide by one position, around it, channels first (window_chunks.cuh).
+// Launched by window_chunks.py.
 //
 // y[o] = (sum of x[i] over the window of o) / divisor, with SIZED by the window's size; with WEIGHTED the sum of
 // x[i] / size(i), for gradients of windows that differ in size.
 //
-// Planes of x and y have the same size, so both are one run of elements. A block computes a tile of adjacent
-// elements of it, of any number of planes, from a copy of the same elements of x and of a halo of more than a line
-// on both sides. A thread computes chunks of 16 bytes of y: it reads the lines above, of and below a chunk as
-// chunks, adds them up, then adds adjacent sums. Where the elements that it needs start within a chunk depends on
-// the lines' length alone: there is a loop for each remainder. Sums beyond the ends of a line are not added. Warps
-// without elements of a plane's first and last line skip what those need.
-// Block: 256 threads. Grid: tiles. Dynamic shared memory: the copy. Deterministic: the order of additions is the
-// same for all elements.
-// Preconditions: tensors aligned to 16 bytes; fewer than 2^31 elements; lines of at least a chunk less one element,
-// planes of at least three lines.
-#include "pool/windows.cuh"
-#include "ptx/mma.cuh"
-
-namespace convgrad {
-
-struct ChunkArgs {
-  const void* x;
-  void* y;
-  int elements;
-  int columns, plane;  // elements of a line and of a plane
-  int halo;            // elements on each side of a tile, in whole chunks, more than a line
-  float divisor, reciprocal;
-  Divider by_columns, by_plane;
-};
-
-}  // namespace convgrad
+// A thread adds up the elements above, of and below its chunk, then adjacent sums; not those beyond the ends of a
+// line. Warps without elements of a plane's first and last line skip what those need.
+// Block: 256 threads. Grid: tiles. Dynamic shared memory: the tile of x, with its halo. Deterministic: the order of
+// additions is the same for all elements.
+#include "pool/window_chunks.cuh"
 
 using namespace convgrad;
 
 namespace {
 
 using T = ELEMENT;
-constexpr int kThreads = 256, kChunk = 16 / sizeof(T), kTile = kThreads * EACH * kChunk;
-// Of a line: a chunk and an element on both sides, in words of three chunks.
-constexpr int kRun = kChunk + 2, kChunkWords = 4, kPer = kChunk / kChunkWords;
+constexpr int kThreads = 256, kChunk = kChunkOf<T>, kRun = kRunOf<T>, kTile = kThreads * EACH * kChunk;
 
-__device__ __forceinline__ float element_of(u32 word, int at) {
-  if constexpr (sizeof(T) == 4) {
-    return __uint_as_float(word);
-  } else {
-    return widen(T{static_cast<unsigned short>(at == 0 ? word : word >> 16)});
-  }
-}
-
-// The elements from `kFirst` of the chunk at `from` on.
 template <int kFirst>
 __device__ __forceinline__ void load_run(u32 from, float (&run)[kRun]) {
-  u32 words[3 * kChunkWords];
+  RunWords<T, kFirst> words;
+  words.load(from);
 #pragma unroll
-  for (int c = 0; c < 3; ++c) {
-    const int begin = max(kFirst / kPer, c * kChunkWords);
-    const int end = min((kFirst + kRun - 1) / kPer + 1, (c + 1) * kChunkWords);
-    if (end - begin == 1) {
-      ld_shared(from + begin * 4, words[begin]);
-    } else if (end > begin) {
-      uint4 chunk;
-      ld_shared(from + c * 16, chunk);
-      words[c * kChunkWords] = chunk.x, words[c * kChunkWords + 1] = chunk.y;
-      words[c * kChunkWords + 2] = chunk.z, words[c * kChunkWords + 3] = chunk.w;
-    }
-  }
-#pragma unroll
-  for (int j = 0; j < kRun; ++j) run[j] = element_of(words[(kFirst + j) / kPer], (kFirst + j) % kPer);
+  for (int j = 0; j < kRun; ++j) run[j] = words.element(j);
 }
 
-// Bits from `begin` on; none beyond the 31st.
-__device__ __forceinline__ u32 bits_from(int begin) { return ~0u << min(max(begin, 0), 31); }
-__device__ __forceinline__ bool has(u32 bits, int at) { return (bits >> at & 1) != 0; }
-
-// A chunk's place in its plane.
-struct Place {
-  int at, column;
-
-  // The elements of the chunk, one bit each, at positions [begin, end) of this plane or the next one.
-  __device__ __forceinline__ u32 within(const ChunkArgs& args, int begin, int end) const {
-    return (bits_from(begin - at) & ~bits_from(end - at)) |
-           (bits_from(begin + args.plane - at) & ~bits_from(end + args.plane - at));
-  }
-};
-
 template <int kRest>
-__device__ __forceinline__ void average(const ChunkArgs& args, u32 from, const Place& place, bool edge, T (&y)[kChunk]) {
+__device__ __forceinline__ void average(const ChunkArgs& args, u32 from, const ChunkPlace& place, bool edge, T (&y)[kChunk]) {
   // The elements above and below the chunk's start so far before and behind it.
   constexpr int kAbove = kChunk - 1 - kRest, kBelow = (kRest + kChunk - 1) % kChunk;
   const int lines = args.columns / kChunk;
@@ -93,17 +34,13 @@ __device__ __forceinline__ void average(const ChunkArgs& args, u32 from, const P
   load_run<kAbove>(from - (lines + 1) * 16, above);
   load_run<kChunk - 1>(from - 16, own);
   load_run<kBelow>(from + (kRest == 0 ? lines - 1 : lines) * 16, below);
-  // Bit e + 1: whether element e is the first of a line.
-  const int next = args.columns - place.column;
-  u32 starts = place.column <= 1 ? 2u >> place.column : 0;
-  starts |= 2u << min(next, 30);
-  if (args.columns <= kChunk) starts |= 2u << min(next + args.columns, 30);
+  const u32 starts = place.starts(args, kChunk);
   u32 first = 0, last = 0;  // elements in a plane's first and last lines
 #if WEIGHTED
   float of_above = 1.0f / 3, of_own = 1.0f / 3, of_below = 1.0f / 3;
 #endif
   if (edge) {
-    first = place.within(args, 0, args.columns), last = place.within(args, args.plane - args.columns, args.plane);
+    first = place.first_line(args), last = place.last_line(args);
 #if WEIGHTED
     const u32 second = place.within(args, args.columns, 2 * args.columns);
     const u32 before = place.within(args, args.plane - 2 * args.columns, args.plane - args.columns);
@@ -175,13 +112,8 @@ __device__ __forceinline__ void average_tile(const ChunkArgs& args, int rest, u3
     __syncthreads();
 #endif
     const int at = static_cast<int>(i * kThreads + threadIdx.x) * kChunk, first = tile + at;
-    const int plane = divide(min(first, args.elements), args.by_plane);
-    Place place;
-    place.at = min(first, args.elements) - plane * args.plane;
-    place.column = place.at - divide(place.at, args.by_columns) * args.columns;
-    constexpr int kLines = WEIGHTED ? 2 : 1;
-    const int inner = kLines * args.columns;
-    const bool edge = place.at < inner || place.at > args.plane - inner - kChunk;
+    const ChunkPlace place(args, min(first, args.elements));
+    const bool edge = place.is_edge(args, WEIGHTED ? 2 : 1, kChunk);
     Vector<T, kChunk> y;
     average<kRest>(args, copy + (args.halo + at) * static_cast<int>(sizeof(T)), place,
                    __ballot_sync(~0u, edge) != 0, y.at);
