@@ -111,5 +111,7 @@ def test_what_it_leaves_to_others(seed: int) -> None:
         case = FROM_CONV["conv_fwd"]("other", conv)
         tensors, _ = drawn(seed, case, "bfloat16", "exact")
         problem, _ = problem_and_tensors(case, tensors, "NHWC")
-        kernels = {step.instance.source for step in EmulatedBackend(FAMILIES).explain(problem).steps}
+        kernels = {
+            step.instance.source for step in EmulatedBackend(FAMILIES).explain(problem).steps
+        }
         assert not any("depthwise_scale" in kernel for kernel in kernels)

@@ -67,7 +67,11 @@ class RouteChunks(FromIndices[WindowForm]):
     name = "route_chunks"
 
     def solve(self, work: WindowWork, device: CudaDevice) -> WindowForm | str:
-        if work.kind != "routes" or work.dtype not in SMALL or work.dtype is not (work.x_dtype or work.dtype):
+        if (
+            work.kind != "routes"
+            or work.dtype not in SMALL
+            or work.dtype is not (work.x_dtype or work.dtype)
+        ):
             return f"{work.kind} in {work.dtype}"
         form = WindowForm.of(work)
         if (reason := _why_not(work, form, ROUTE_EACH)) is not None:
@@ -179,6 +183,4 @@ def _instance(dtype: DType, varying: str | None) -> Instance:
 
 
 def _route_instance(dtype: DType) -> Instance:
-    return Instance.of(
-        "pool/route_chunks.cu", ELEMENT=dtype, EACH=ROUTE_EACH, BLOCKS=ROUTE_BLOCKS
-    )
+    return Instance.of("pool/route_chunks.cu", ELEMENT=dtype, EACH=ROUTE_EACH, BLOCKS=ROUTE_BLOCKS)
