@@ -30,7 +30,7 @@ def pool_of(size: tuple[int, int], n: int = 3, channels: int = 5) -> Pool:
     return Pool(n, channels, size, 3, 1, 1)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_emulated(seed: int, size: tuple[int, int], dtype: str) -> None:
     case = maxpool_bwd(str(size), pool_of(size))
@@ -47,7 +47,7 @@ def test_emulated(seed: int, size: tuple[int, int], dtype: str) -> None:
 def test_indices_outside_their_windows_are_refused(seed: int, size: tuple[int, int]) -> None:
     case = maxpool_bwd(str(size), pool_of(size))
     rng = rng_for(seed, case.id)
-    tensors = draw(case, rng, DTYPES["float32"], integers)
+    tensors = draw(case, rng, DTYPES["bfloat16"], integers)
     for width in ("int32", "int64"):
         asked, given = sources(case, tensors)[width]
         wrong = dict(bad_indices(rng, case, given["indices"]))
@@ -64,7 +64,7 @@ def test_indices_outside_their_windows_are_refused(seed: int, size: tuple[int, i
 def test_bits_do_not_depend_on_the_place_in_a_tile(seed: int) -> None:
     """A plane's sums do not depend on the planes before it."""
     case = maxpool_bwd("many", pool_of((9, 11), 8, 5))
-    tensors = draw(case, rng_for(seed, case.id), DTYPES["float32"], normals)
+    tensors = draw(case, rng_for(seed, case.id), DTYPES["bfloat16"], normals)
     tensors["input"] = np.sign(tensors["input"])  # many windows have the same maximum
     asked, given = sources(case, tensors)["int32"]
     (whole,) = answers(ROUTES, asked, given, "NCHW").values()

@@ -16,7 +16,7 @@ using namespace convgrad;
 namespace {
 
 using T = ELEMENT;
-constexpr int kThreads = 256, kChunk = kChunkOf<T>, kTile = kThreads * EACH * kChunk;
+constexpr int kThreads = 256, kChunk = kChunkOf<T>;
 constexpr u32 kLine = 7, kColumn = 1 | 1 << 3 | 1 << 6, kAll = (1 << 9) - 1;
 union Taps {
   uint4 raw;
@@ -99,8 +99,8 @@ __device__ __forceinline__ void route_tile(const ChunkArgs& args, int rest, u32 
   constexpr int kAbove = kChunk - 1 - kRest, kBelow = (kRest + kChunk - 1) % kChunk;
   const int lines = args.columns / kChunk, above = -(lines + 1) * 16, below = (lines - (kRest == 0)) * 16;
 #pragma unroll 1
-  for (int i = 0; i < EACH; ++i) {
-    const int at = static_cast<int>(i * kThreads + threadIdx.x) * kChunk, first = tile + at;
+  for (int at = static_cast<int>(threadIdx.x) * kChunk; at < args.tile; at += kThreads * kChunk) {
+    const int first = tile + at;
     if (first >= args.elements) return;
     const int from = (args.halo + at) * static_cast<int>(sizeof(T));
     float sums[kChunk] = {};
@@ -127,21 +127,13 @@ __device__ __forceinline__ void route_tile(const ChunkArgs& args, int rest, u32 
 extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     route_chunks(const __grid_constant__ ChunkArgs args) {
   extern __shared__ __align__(16) unsigned char shared[];
-  const int thread = static_cast<int>(threadIdx.x), tile = static_cast<int>(blockIdx.x) * kTile;
-  const int chunks = (kTile + 2 * args.halo) / kChunk, begin = tile - args.halo;
-  const u32 taps = shared_address(shared), copy = taps + chunks * 16;
-  const char* const x = static_cast<const char*>(args.x) + static_cast<i64>(begin) * static_cast<int>(sizeof(T));
-  for (int c = thread; c < chunks; c += kThreads) {
-    const int at = begin + c * kChunk, left = args.elements - at;
-    if (at >= 0 && left > 0) {
-      cp_async<16>(copy + c * 16, x + static_cast<i64>(c) * 16, min(left, kChunk) * static_cast<int>(sizeof(T)));
-    }
-  }
-  cp_async_commit();
+  const int tile = static_cast<int>(blockIdx.x) * args.tile, chunks = (args.tile + 2 * args.halo) / kChunk;
+  const u32 taps = shared_address(shared), x = taps + chunks * 16;
+  load_tile<T, kThreads>(args, tile, x);
   bool bad = false;
 #pragma unroll 1
-  for (int c = thread; c < chunks; c += kThreads) {
-    const int at = begin + c * kChunk;
+  for (int c = static_cast<int>(threadIdx.x); c < chunks; c += kThreads) {
+    const int at = tile - args.halo + c * kChunk;
     Taps own;
     own.raw = {};
     if (at >= 0 && at < args.elements) own = taps_of(args, at, bad);
@@ -150,5 +142,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   if (bad && args.bad != nullptr) *args.bad = 1;
   cp_async_wait<0>();
   __syncthreads();
-  route_tile<0>(args, args.columns % kChunk, taps, copy, tile);
+  route_tile<0>(args, args.columns % kChunk, taps, x, tile);
 }

@@ -15,7 +15,7 @@ using namespace convgrad;
 namespace {
 
 using T = ELEMENT;
-constexpr int kThreads = 256, kChunk = kChunkOf<T>, kRun = kRunOf<T>, kTile = kThreads * EACH * kChunk;
+constexpr int kThreads = 256, kChunk = kChunkOf<T>, kRun = kRunOf<T>;
 
 template <int kFirst>
 __device__ __forceinline__ void load_run(u32 from, float (&run)[kRun]) {
@@ -24,6 +24,11 @@ __device__ __forceinline__ void load_run(u32 from, float (&run)[kRun]) {
 #pragma unroll
   for (int j = 0; j < kRun; ++j) run[j] = words.element(j);
 }
+
+struct Divisor {
+  float by, reciprocal;
+};
+constexpr Divisor kNine{9, 1.0f / 9}, kSix{6, 1.0f / 6}, kFour{4, 1.0f / 4};
 
 template <int kRest>
 __device__ __forceinline__ void average(const ChunkArgs& args, u32 from, const ChunkPlace& place, bool edge, T (&y)[kChunk]) {
@@ -34,70 +39,65 @@ __device__ __forceinline__ void average(const ChunkArgs& args, u32 from, const C
   load_run<kAbove>(from - (lines + 1) * 16, above);
   load_run<kChunk - 1>(from - 16, own);
   load_run<kBelow>(from + (kRest == 0 ? lines - 1 : lines) * 16, below);
-  const u32 starts = place.starts(args, kChunk);
-  u32 first = 0, last = 0;  // elements in a plane's first and last lines
-#if WEIGHTED
-  float of_above = 1.0f / 3, of_own = 1.0f / 3, of_below = 1.0f / 3;
-#endif
+  const u32 starts = place.starts(args, kChunk), ends = starts | starts >> 1;  // ends: first or last of a line
+  [[maybe_unused]] Divisor divisors[kChunk];
+  // An element's sum is the same, bit by bit, in either branch.
   if (edge) {
-    first = place.first_line(args), last = place.last_line(args);
+    const u32 first = place.first_line(args), last = place.last_line(args);
 #if WEIGHTED
     const u32 second = place.within(args, args.columns, 2 * args.columns);
     const u32 before = place.within(args, args.plane - 2 * args.columns, args.plane - args.columns);
 #endif
 #pragma unroll
     for (int j = 0; j < kRun; ++j) {
-      const int e = min(max(j - 1, 0), kChunk - 1);
+      const int e = min(max(j - 1, 0), kChunk - 1);  // an element beside the chunk counts if it is in this one's line
 #if WEIGHTED
-      sums[j] = own[j] * (has(first | last, e) ? 0.5f : of_own);
-      if (!has(first, e)) sums[j] = fmaf(above[j], has(second, e) ? 0.5f : of_above, sums[j]);
-      if (!has(last, e)) sums[j] = fmaf(below[j], has(before, e) ? 0.5f : of_below, sums[j]);
+      float sum = own[j] * (has(first | last, e) ? 1.0f / 2 : 1.0f / 3);
+      if (!has(first, e)) sum = fmaf(above[j], has(second, e) ? 1.0f / 2 : 1.0f / 3, sum);
+      if (!has(last, e)) sum = fmaf(below[j], has(before, e) ? 1.0f / 2 : 1.0f / 3, sum);
+      const float inner = __fmul_rn(own[j] + above[j] + below[j], has(ends, j) ? 1.0f / 6 : 1.0f / 9);
+      sums[j] = has(first | second | before | last, e) ? __fmul_rn(sum, has(ends, j) ? 1.0f / 2 : 1.0f / 3) : inner;
 #else
       sums[j] = own[j];
       if (!has(first, e)) sums[j] += above[j];
       if (!has(last, e)) sums[j] += below[j];
 #endif
     }
+#if SIZED
+#pragma unroll
+    for (int e = 0; e < kChunk; ++e) {
+      const Divisor of_end = has(first | last, e) ? kFour : kSix, of_inner = has(first | last, e) ? kSix : kNine;
+      divisors[e] = has(ends, e + 1) ? of_end : of_inner;
+    }
+#endif
   } else {
 #pragma unroll
     for (int j = 0; j < kRun; ++j) {
-#if WEIGHTED
-      sums[j] = fmaf(below[j], of_below, fmaf(above[j], of_above, own[j] * of_own));
-#else
       sums[j] = own[j] + above[j] + below[j];
+#if WEIGHTED
+      sums[j] = __fmul_rn(sums[j], has(ends, j) ? 1.0f / 6 : 1.0f / 9);
 #endif
     }
-  }
-#if WEIGHTED
+#if SIZED
 #pragma unroll
-  for (int j = 0; j < kRun; ++j) sums[j] *= has(starts | starts >> 1, j) ? 0.5f : 1.0f / 3;
+    for (int e = 0; e < kChunk; ++e) divisors[e] = has(ends, e + 1) ? kSix : kNine;
 #endif
+  }
 #pragma unroll
   for (int e = 0; e < kChunk; ++e) {
     float sum = sums[e + 1];
     if (!has(starts, e + 1)) sum += sums[e];
     if (!has(starts, e + 2)) sum += sums[e + 2];
 #if SIZED
-    const bool ends = has(starts | starts >> 1, e + 1), few = has(first | last, e);
-    const float by = ends ? (few ? 4.0f : 6.0f) : (few ? 6.0f : 9.0f);
-    const float reciprocal = ends ? (few ? 1.0f / 4 : 1.0f / 6) : (few ? 1.0f / 6 : 1.0f / 9);
+    const Divisor& divisor = divisors[e];
 #else
-    const float by = args.divisor, reciprocal = args.reciprocal;
+    const Divisor divisor{args.divisor, args.reciprocal};
 #endif
     // A sum of negative zeros is zero.
-    y[e] = narrow<T>(sizeof(T) == 2 ? fmaf(sum, reciprocal, 0.0f) : divided<T>(sum + 0.0f, by, reciprocal));
+    y[e] = narrow<T>(sizeof(T) == 2 ? fmaf(sum, divisor.reciprocal, 0.0f)
+                                    : divided<T>(sum + 0.0f, divisor.by, divisor.reciprocal));
   }
 }
-
-#if OVERLAPPED
-// Waits until at most `pending` of this thread's groups of copies are pending.
-__device__ __forceinline__ void wait_for_copies(int pending) {
-  if (pending >= 3) return cp_async_wait<3>();
-  if (pending == 2) return cp_async_wait<2>();
-  if (pending == 1) return cp_async_wait<1>();
-  cp_async_wait<0>();
-}
-#endif
 
 // `rest`: the elements of a line beyond whole chunks.
 template <int kRest>
@@ -106,12 +106,8 @@ __device__ __forceinline__ void average_tile(const ChunkArgs& args, int rest, u3
     if (rest != kRest) return average_tile<kRest + 1>(args, rest, copy, tile);
   }
 #pragma unroll 1
-  for (int i = 0; i < EACH; ++i) {
-#if OVERLAPPED
-    wait_for_copies(EACH - 1 - i);
-    __syncthreads();
-#endif
-    const int at = static_cast<int>(i * kThreads + threadIdx.x) * kChunk, first = tile + at;
+  for (int at = static_cast<int>(threadIdx.x) * kChunk; at < args.tile; at += kThreads * kChunk) {
+    const int first = tile + at;
     const ChunkPlace place(args, min(first, args.elements));
     const bool edge = place.is_edge(args, WEIGHTED ? 2 : 1, kChunk);
     Vector<T, kChunk> y;
@@ -135,20 +131,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     window_chunks(const __grid_constant__ ChunkArgs args) {
   extern __shared__ __align__(16) unsigned char shared[];
   const u32 copy = shared_address(shared);
-  const int thread = static_cast<int>(threadIdx.x), tile = static_cast<int>(blockIdx.x) * kTile;
-  const int chunks = (kTile + 2 * args.halo) / kChunk, begin = tile - args.halo;
-  const char* const x = static_cast<const char*>(args.x) + static_cast<i64>(begin) * static_cast<int>(sizeof(T));
-#pragma unroll
-  for (int i = 0; i <= EACH; ++i) {
-    const int c = thread + i * kThreads, at = begin + c * kChunk, left = args.elements - at;
-    if (c < chunks && at >= 0 && left > 0) {
-      cp_async<16>(copy + c * 16, x + static_cast<i64>(c) * 16, min(left, kChunk) * static_cast<int>(sizeof(T)));
-    }
-    cp_async_commit();
-  }
-#if !OVERLAPPED
+  const int tile = static_cast<int>(blockIdx.x) * args.tile;
+  load_tile<T, kThreads>(args, tile, copy);
   cp_async_wait<0>();
   __syncthreads();
-#endif
   average_tile<0>(args, args.columns % kChunk, copy, tile);
 }

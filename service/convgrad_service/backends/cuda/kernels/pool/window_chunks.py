@@ -3,7 +3,7 @@ gradients of max pooling from indices (route_chunks.cu)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from math import prod
 from typing import Any
 
@@ -27,13 +27,16 @@ from convgrad_service.problems.windows import WindowAxis
 __all__ = ["RouteChunks", "WindowChunks"]
 
 THREADS = 256
-# Chunks of a thread, and blocks of a multiprocessor that registers suffice for.
-EACH, BLOCKS = 4, 4
-OVERLAPPED = 0
-ROUTE_EACH, ROUTE_BLOCKS = 2, 4
+# Blocks of a multiprocessor that registers suffice for, by the side whose window sizes divide.
+BLOCKS = {None: 4, "outputs": 5, "inputs": 5}
+ROUTE_BLOCKS = 4
+# Chunks of a thread: fewer if otherwise multiprocessors would lack blocks.
+EACH, FEWER_EACH = 4, 2
 LEAST_LINES = 3
-# The halo is at most this part of a tile.
-MOST_HALO = 0.25
+# The chunks of a block's halo.
+MOST_HALO = THREADS
+ROUTED = (DType.FLOAT16, DType.BFLOAT16)
+"""Types in which `WindowScatter` is slower: in float32, gradients take 0.91 to 1.13 of its time."""
 
 ChunkArgs = structure("pool/window_chunks.cuh", "ChunkArgs")
 
@@ -47,13 +50,32 @@ class WindowChunks(Solver[WindowWork, WindowForm]):
         if work.kind != "sums" or work.dtype not in SMALL:
             return f"{work.kind} in {work.dtype}"
         form = WindowForm.of(work)
-        return _why_not(work, form, EACH) or form
+        return _why_not(work, form) or form
 
     def fragment(self, work: WindowWork, device: CudaDevice, form: WindowForm) -> Fragment:
+        # Several launches, each from a chunk on, if 32-bit numbers do not hold all planes.
+        planes = _most_planes(work, form)
         launches = (
-            _launch(work, form, first, planes) for first, planes in _groups(work, form, EACH)
+            self._launch(work, device, form, first, min(planes, form.batch - first))
+            for first in range(0, form.batch, planes)
         )
         return Fragment(self.name, tuple(launches))
+
+    def _launch(
+        self, work: WindowWork, device: CudaDevice, form: WindowForm, first: int, planes: int
+    ) -> Launch:
+        """Return the launch that averages a number of consecutive planes."""
+        blocks = BLOCKS[form.varying] * device.multiprocessors
+        few = planes * prod(form.x_size) < blocks * _tile(work, EACH)
+        args = _arguments(work, form, planes, FEWER_EACH if few else EACH)
+        args.x = args.y = first * args.plane * work.dtype.itemsize
+        return Launch(
+            _instance(work.dtype, form.varying),
+            (ceil_div(args.elements, args.tile), 1, 1),
+            (THREADS, 1, 1),
+            pack(args, x=work.x, y=work.y),
+            (args.tile + 2 * args.halo) * work.dtype.itemsize,
+        )
 
     def instances(self) -> Iterable[Instance]:
         return [
@@ -62,93 +84,69 @@ class WindowChunks(Solver[WindowWork, WindowForm]):
 
 
 class RouteChunks(FromIndices[WindowForm]):
-    """Gradients of max pooling from indices, of 3x3 windows around every position, channels first."""
+    """Gradients of max pooling from indices, of 3x3 windows around every position, channels first,
+    in 16-bit types."""
 
     name = "route_chunks"
 
     def solve(self, work: WindowWork, device: CudaDevice) -> WindowForm | str:
-        if (
-            work.kind != "routes"
-            or work.dtype not in SMALL
-            or work.dtype is not (work.x_dtype or work.dtype)
-        ):
+        dtypes = work.dtype, work.x_dtype or work.dtype
+        if work.kind != "routes" or dtypes[0] not in ROUTED or dtypes[0] is not dtypes[1]:
             return f"{work.kind} in {work.dtype}"
         form = WindowForm.of(work)
-        if (reason := _why_not(work, form, ROUTE_EACH)) is not None:
+        if (reason := _why_not(work, form)) is not None:
             return reason
-        if len(list(_groups(work, form, ROUTE_EACH))) > 1:
+        if form.batch > _most_planes(work, form):
             return "more positions than 32-bit numbers hold"
         return form
 
     def launch(
         self, work: WindowWork, device: CudaDevice, config: WindowForm, bad: str | None
     ) -> Launch:
-        chunk = _chunk(work.dtype)
-        args = _arguments(work, config, config.batch)
+        args = _arguments(work, config, config.batch, FEWER_EACH)
         args.wide_indices = work.index_dtype is DType.INT64
-        tile = _tile(chunk, ROUTE_EACH)
         return Launch(
             _route_instance(work.dtype),
-            (ceil_div(args.elements, tile), 1, 1),
+            (ceil_div(args.elements, args.tile), 1, 1),
             (THREADS, 1, 1),
             pack(args, x=work.x, y=work.y, indices=work.indices, bad=bad),
-            2 * (tile + 2 * args.halo) * work.dtype.itemsize,
+            2 * (args.tile + 2 * args.halo) * work.dtype.itemsize,
         )
 
     def instances(self) -> Iterable[Instance]:
-        return [_route_instance(dtype) for dtype in SMALL]
+        return [_route_instance(dtype) for dtype in ROUTED]
 
 
-def _why_not(work: WindowWork, form: WindowForm, each: int) -> str | None:
+def _why_not(work: WindowWork, form: WindowForm) -> str | None:
     """Return why windows are not 3x3 around every position of planes that chunks suit."""
     if form.last or form.dilated or not form.is_simple(form.windows, form.counted):
         return "not windows that slide by whole positions of planes"
     sized = form.varying is not None or work.kind == "routes"
     if not all(map(_around, (*form.windows[1:], *(form.counted[1:] if sized else ())))):
         return "not windows of 3x3 around every position"
-    chunk = _chunk(work.dtype)
     _, lines, columns = form.x_size
-    if lines < LEAST_LINES or columns < chunk - 1:
+    if lines < LEAST_LINES or columns < _chunk(work) - 1:
         return f"planes of {lines} lines of {columns}"
-    if 2 * _halo(columns, chunk) > MOST_HALO * _tile(chunk, each):
+    if 2 * _halo(work, form) > MOST_HALO * _chunk(work):
         return f"lines of {columns}"
-    if chunk * lines * columns > LARGEST - _tile(chunk, each):
-        return "planes of too many positions"
-    return None
+    return None if _most_planes(work, form) > 0 else "planes of too many positions"
 
 
-def _groups(work: WindowWork, form: WindowForm, each: int) -> Iterator[tuple[int, int]]:
-    """Yield the first plane, and the number of planes, of each launch: if 32-bit numbers do not hold
-    all planes, there are several, of which each starts at a chunk."""
-    chunk, plane = _chunk(work.dtype), prod(form.x_size)
-    planes = (LARGEST - _tile(chunk, each)) // plane // chunk * chunk
-    for first in range(0, form.batch, planes):
-        yield first, min(planes, form.batch - first)
+def _most_planes(work: WindowWork, form: WindowForm) -> int:
+    """Return the planes of a launch, whose elements are whole chunks; 0 if one is too large."""
+    chunk = _chunk(work)
+    return (LARGEST - _tile(work, EACH)) // prod(form.x_size) // chunk * chunk
 
 
-def _arguments(work: WindowWork, form: WindowForm, planes: int) -> Any:
-    """Return the arguments of a launch of a number of planes."""
+def _arguments(work: WindowWork, form: WindowForm, planes: int, each: int) -> Any:
+    """Return the arguments of a launch of a number of planes whose threads have ``each`` chunks."""
     args = ChunkArgs()
     columns, plane = form.x_size[2], prod(form.x_size)
     args.elements, args.columns, args.plane = planes * plane, columns, plane
-    args.halo = _halo(columns, _chunk(work.dtype))
+    args.tile, args.halo = _tile(work, each), _halo(work, form)
     args.divisor, args.reciprocal = form.divisor, 1.0 / form.divisor
     args.by_columns, args.by_plane = divider_of(columns), divider_of(plane)
     return args
-
-
-def _launch(work: WindowWork, form: WindowForm, first: int, planes: int) -> Launch:
-    """Return the launch that averages a number of consecutive planes."""
-    args = _arguments(work, form, planes)
-    args.x = args.y = first * args.plane * work.dtype.itemsize
-    tile = _tile(_chunk(work.dtype), EACH)
-    return Launch(
-        _instance(work.dtype, form.varying),
-        (ceil_div(args.elements, tile), 1, 1),
-        (THREADS, 1, 1),
-        pack(args, x=work.x, y=work.y),
-        (tile + 2 * args.halo) * work.dtype.itemsize,
-    )
 
 
 def _around(axis: WindowAxis) -> bool:
@@ -157,30 +155,30 @@ def _around(axis: WindowAxis) -> bool:
     return whole and (axis.step, axis.first, axis.last, axis.unit) == (1, -1, 2, 1)
 
 
-def _chunk(dtype: DType) -> int:
-    return CHUNK_BYTES // dtype.itemsize
+def _chunk(work: WindowWork) -> int:
+    """Return the elements of a chunk."""
+    return CHUNK_BYTES // work.dtype.itemsize
 
 
-def _tile(chunk: int, each: int) -> int:
+def _tile(work: WindowWork, each: int) -> int:
     """Return the elements of a block whose threads have ``each`` chunks."""
-    return THREADS * each * chunk
+    return THREADS * each * _chunk(work)
 
 
-def _halo(columns: int, chunk: int) -> int:
-    return ceil_div(columns + 1, chunk) * chunk
+def _halo(work: WindowWork, form: WindowForm) -> int:
+    """Return the elements of the halo on a side: whole chunks, more than a line."""
+    return ceil_div(form.x_size[2] + 1, _chunk(work)) * _chunk(work)
 
 
 def _instance(dtype: DType, varying: str | None) -> Instance:
     return Instance.of(
         "pool/window_chunks.cu",
         ELEMENT=dtype,
-        EACH=EACH,
-        BLOCKS=BLOCKS,
-        OVERLAPPED=OVERLAPPED,
+        BLOCKS=BLOCKS[varying],
         SIZED=varying == "outputs",
         WEIGHTED=varying == "inputs",
     )
 
 
 def _route_instance(dtype: DType) -> Instance:
-    return Instance.of("pool/route_chunks.cu", ELEMENT=dtype, EACH=ROUTE_EACH, BLOCKS=ROUTE_BLOCKS)
+    return Instance.of("pool/route_chunks.cu", ELEMENT=dtype, BLOCKS=ROUTE_BLOCKS)
