@@ -61,7 +61,7 @@ class DepthwiseScale(Solver[ConvWork, int]):
         return inner
 
     def fragment(self, work: ConvWork, device: CudaDevice, inner: int) -> Fragment:
-        # Several launches, of which each starts at a chunk, if 32-bit numbers do not hold all images.
+        # Several launches, each from a chunk on, if 32-bit numbers do not hold all images.
         chunk = CHUNK_BYTES // work.dtype.itemsize
         fitting = MOST_ELEMENTS // (work.groups * prod(work.input))
         images = min(work.batch, fitting // chunk * chunk or 1)

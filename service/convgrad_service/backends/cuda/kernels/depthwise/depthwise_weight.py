@@ -37,12 +37,12 @@ from convgrad_service.plans.cuda.works import ConvWork
 
 __all__ = ["DepthwiseWeight", "WeightShare", "expected_s", "shares_of"]
 
-# Of the cost model, fitted on an H200 to 236 configurations of 33 layers in bfloat16 and TF32, and to
-# 73 networks' layers: it errs by 6 %, and by 7 % on the half of the layers that it is not fitted to.
-# Seconds of a launch, and of a step at least; the steps that an item's start takes; instructions of
-# a step and of an element that it reads, besides one for each product; those that a scheduler of an
-# SM issues, if it has enough warps; the part of the lesser of computation's and memory's time that
-# is not hidden; seconds of a reduction over a cluster and over the grid.
+# Of the cost model, fitted on an H200 to 236 configurations of 33 layers in bfloat16 and TF32, and
+# to 73 networks' layers: it errs by 6 %, and by 7 % on the half of the layers that it is not fitted
+# to. Seconds of a launch, and of a step at least; the steps that an item's start takes;
+# instructions of a step and of an element that it reads, besides one for each product; those that a
+# scheduler of an SM issues, if it has enough warps; the part of the lesser of computation's and
+# memory's time that is not hidden; seconds of a reduction over a cluster and over the grid.
 LAUNCH_S, STEP_S, START_STEPS = 6.26e-6, {2: 0.201e-6, 4: 0.229e-6}, 1.9
 INSTRUCTIONS, PER_READ, CLOCKS_S, ENOUGH_WARPS = 58.7, 1.05, 1.94e9, 2.55
 APART, CLUSTER_S, GRID_S = 0.61, 0.14e-6, 1.93e-6
