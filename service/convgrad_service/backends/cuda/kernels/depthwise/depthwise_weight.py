@@ -37,7 +37,7 @@ from convgrad_service.plans.cuda.works import ConvWork
 
 __all__ = ["DepthwiseWeight", "WeightShare", "expected_s", "shares_of"]
 
-# Of the cost model, fitted on an H200 to 236 configurations of 33 layers in bfloat16 and TF32, and
+# Of the cost model, fitted on an H200 to 236 configurations of 22 layers in bfloat16 and TF32, and
 # to 73 networks' layers: it errs by 6 %, and by 7 % on the half of the layers that it is not fitted
 # to. Seconds of a launch, and of a step at least; the steps that an item's start takes;
 # instructions of a step and of an element that it reads, besides one for each product; those that a

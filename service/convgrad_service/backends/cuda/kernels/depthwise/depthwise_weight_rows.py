@@ -53,7 +53,7 @@ KERNELS, COLUMNS = (3, 5, 7), {1: (7,), 2: (4, 7)}
 FEW, LONG, LONG_COLUMNS = 13, 16, {1: 7, 2: 4}
 # Numbers of blocks of a cluster: with others, fewer fit on the device at once.
 CLUSTERS = (1, 2, 4, 8)
-# Of the cost model, fitted to 251 measurements of 80 layers on an H200: seconds of a launch, of a
+# Of the cost model, fitted to 251 measurements on an H200: seconds of a launch, of a
 # block's first loads and at least of a round of items; instructions of an item and of an element
 # that it reads (besides one for each product), and what they take of an SM's four schedulers;
 # seconds of a reduction over a cluster, and more over the grid; the part of memory's time that is
