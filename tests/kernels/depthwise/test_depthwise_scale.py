@@ -14,6 +14,7 @@ from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.backends.cuda.kernels.depthwise import depthwise_scale
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_direct import DepthwiseDirect
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_scale import DepthwiseScale
+from convgrad_service.plans.cuda.program import Launch
 from tests.emulator.backend import EmulatedBackend, works_here
 from tests.support.kernels.depthwise_cases import layer
 from tests.support.kernels.harness import answers, check, drawn, problem_and_tensors, with_layouts
