@@ -36,6 +36,7 @@ from convgrad_service.backends.cuda.kernels.conv.split_weight import SplitWeight
 from convgrad_service.backends.cuda.kernels.conv.zero_insertion import ZeroInsertion
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_direct import DepthwiseDirect
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_pairs import DepthwisePairs
+from convgrad_service.backends.cuda.kernels.depthwise.depthwise_scale import DepthwiseScale
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight import DepthwiseWeight
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_direct import (
     DepthwiseWeightDirect,
@@ -72,6 +73,7 @@ from convgrad_service.backends.cuda.kernels.pool.pool_cells import PoolCells
 from convgrad_service.backends.cuda.kernels.pool.pool_stages import MaximaByAxes, PoolThroughIndices
 from convgrad_service.backends.cuda.kernels.pool.pool_strips import PoolStrips
 from convgrad_service.backends.cuda.kernels.pool.pool_tiles import PoolTiles
+from convgrad_service.backends.cuda.kernels.pool.window_chunks import RouteChunks, WindowChunks
 from convgrad_service.backends.cuda.kernels.pool.window_maxima import WindowMaxima
 from convgrad_service.backends.cuda.kernels.pool.window_planes import WindowPlanes
 from convgrad_service.backends.cuda.kernels.pool.window_reduce import WindowReduce
@@ -145,6 +147,7 @@ _DEPTHWISE_WEIGHT: _Alternatives = (
     [DepthwiseWeightDirect(), DepthwiseWeight(), DepthwiseWeightMma()],
 )
 DEPTHWISE = (
+    DepthwiseScale(),
     _fastest(*_DEPTHWISE),
     _fastest(
         [DepthwiseDirect(in_planes=True, most_summed=MANY)],
@@ -309,7 +312,7 @@ FUSED = (
 # Maxima over windows, and their gradients from indices.
 MAXIMA_ONE_PASS = (WindowReduce(), WindowPlanes(), WindowMaxima())
 MAXIMA = (MaximaByAxes(MAXIMA_ONE_PASS), *MAXIMA_ONE_PASS)
-FROM_INDICES = (WindowScatter(), WindowRoutes())
+FROM_INDICES = (RouteChunks(), WindowScatter(), WindowRoutes())
 
 LAST_GATHERS = (*DENSE, *IMPLICIT_GEMMS, GatherTile(), GatherDirect())
 
@@ -347,6 +350,7 @@ FAMILIES = Families(
         MaximaByAxes(MAXIMA_ONE_PASS),
         WindowReduce(),
         WindowTiles(),
+        WindowChunks(),
         WindowPlanes(),
         WindowSums(),
         WindowMaxima(),
