@@ -261,15 +261,23 @@ def _in_float32(
 
 
 # Channels that are whole chunks of 16 bytes, or not.
+TUNABLE = (PointwiseGemm(), IMPLICIT_GEMM, HopperGather(), HopperHalo())
 WHOLE_CHUNKS = (
-    Tuned((PointwiseGemm(), IMPLICIT_GEMM, HopperGather(), HopperHalo())),
+    Tuned(TUNABLE),
     PLANES_GEMM,
     SHORT_GEMM,
     _in_float32(DENSE_CONV, (HopperGather(direct=True),), SPLIT_GATHER, few_terms=SPLIT_GATHER),
     FastestExpected(DENSE_CONV, (HopperGather(direct=True),), *GEMMS, overheads=OVERHEADS),
 )
+TUNABLE_WEIGHT = (
+    PointwiseGemm(),
+    IMPLICIT_GEMM,
+    HopperWeight(),
+    HopperWeightSingle(),
+    DenseWeight(),
+)
 WHOLE_CHUNKS_WEIGHT = (
-    Tuned((PointwiseGemm(), IMPLICIT_GEMM, HopperWeight(), HopperWeightSingle(), DenseWeight())),
+    Tuned(TUNABLE_WEIGHT),
     PLANES_GEMM,
     SHORT_GEMM,
     _in_float32(DENSE_CONV_WEIGHT, BATCH_LAST_WEIGHT, (PointwiseGemm(),), SPLIT_WEIGHT),
@@ -278,8 +286,10 @@ WHOLE_CHUNKS_WEIGHT = (
 # 1x1 layers of so few pixels that other families are hardly ever faster: 3 of 71 rows by more than
 # 3 % on an H200.
 SIMT_GEMM = SimtGemm(most_s=7e-6, most_pixels=96)
-DENSE = (SIMT_GEMM, PaddedResult(WHOLE_CHUNKS, COPIES), *WHOLE_CHUNKS)
-DENSE_WEIGHT = (SIMT_GEMM, PaddedResult(WHOLE_CHUNKS_WEIGHT, COPIES), *WHOLE_CHUNKS_WEIGHT)
+SHORTEST = Tuned(TUNABLE, own=True), SIMT_GEMM
+SHORTEST_WEIGHT = Tuned(TUNABLE_WEIGHT, own=True), SIMT_GEMM
+DENSE = (*SHORTEST, PaddedResult(WHOLE_CHUNKS, COPIES), *WHOLE_CHUNKS)
+DENSE_WEIGHT = (*SHORTEST_WEIGHT, PaddedResult(WHOLE_CHUNKS_WEIGHT, COPIES), *WHOLE_CHUNKS_WEIGHT)
 # Few channels of the result. Measured on an H200 in 27 layers of 3 to 8 channels, in bfloat16 and
 # float32, channels first and last: dense kernels are faster only where the source is small.
 COL2IM = Col2im(
@@ -328,7 +338,7 @@ FAMILIES = Families(
     bwd_weight=(
         *DEPTHWISE_WEIGHT,
         *GROUPED_WEIGHT,
-        SIMT_GEMM,
+        *SHORTEST_WEIGHT,
         PLANES_GEMM,
         *FIRST_WEIGHT,
         *DENSE_WEIGHT,
