@@ -17,6 +17,7 @@ from convgrad_service.backends.base import Backend
 from convgrad_service.backends.cuda.backend import CudaBackend
 from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.backends.cuda.kernels.conv.dense_gather import DenseGather
+from convgrad_service.backends.cuda.kernels.conv.dense_tiles import least_terms
 from convgrad_service.backends.cuda.kernels.conv.dense_weight import DenseWeight
 from convgrad_service.backends.cuda.kernels.conv.float_parts import PARTS
 from convgrad_service.backends.cuda.kernels.conv.hopper_gather import HopperGather
@@ -49,6 +50,7 @@ from convgrad_service.backends.cuda.kernels.pool.window_routes import WindowRout
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.families import Families, Family, FastestExpected, Selector
 from convgrad_service.plans.cuda.program import Fragment, Instance
+from convgrad_service.plans.cuda.works import ConvWork
 from convgrad_service.problems import Problem
 
 __all__ = ["MAKERS", "Everywhere", "adds_as_whole"]
@@ -98,12 +100,19 @@ def dense() -> Families:
     )
 
 
+class _SplitSums(SplitGather):
+    """Without single products, whose rounding no sum outweighs: plans leave these to others."""
+
+    def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
+        return "single products" if least_terms(work) < 2 else super().why_not(work, device)
+
+
 def hopper(schedule: Schedule | None = None) -> Families:
     """Hopper's kernels for every convolution that they can compute, however few channels it has;
     the general ones for the others. ``schedule`` in place of the plan's own."""
     gathers = [
         HopperGather(True, schedule),
-        SplitGather(HopperGather(True, parts=PARTS["highest"])),
+        _SplitSums(HopperGather(True, parts=PARTS["highest"])),
         GatherDirect(),
     ]
     return replace(
