@@ -59,7 +59,21 @@ __device__ __forceinline__ void mainloop(const SharedLayout& smem, PipelineState
   const int first_row = CONSUMERS == 1 ? 0 : static_cast<int>(threadIdx.x / 128) * kNextRows;
   const int lane = threadIdx.x & 31, sharers = kMulticast ? smem.sharing : 1;
   int previous = -1;  // the stage that wgmmas in flight read
-  if constexpr (kMmaSync) {
+  if constexpr (kUnaligned) {
+    const UnalignedProducts<T, UnalignedA, UnalignedB, A_MN != 0, B_MN != 0, kStraddles, kMmasM, kUnaligned ? kFragmentsN : 2,
+                            kUnaligned ? DEPTH : 16>
+        by_mma(threadIdx.x, smem.a_pitch, smem.b_pitch);
+    const u32 own = first_row * (A_MN ? static_cast<u32>(sizeof(T)) : UnalignedA::kPitch);
+    clear(accum);
+#pragma unroll 1
+    for (int step = 0; step < steps; ++step) {
+      mbarrier_wait(smem.full_barrier(state.index), state.parity);
+      by_mma.add(smem.a(state.index) + own, smem.b(state.index), accum);
+      __syncwarp();
+      if (lane == 0) smem.release(state.index, lane);
+      state.advance(smem.stages);
+    }
+  } else if constexpr (kMmaSync) {
     const Tf32Products<kMmasM, kFragmentsN, DEPTH, B_BYTES> by_mma(threadIdx.x);
     const u32 own = first_row / 32 * OperandA::kBoxBytes;
     clear(accum);
@@ -283,6 +297,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   smem.base = reinterpret_cast<char*>(shared) + padding;
   smem.stages = args.stages;
   if constexpr (kMulticast) smem.sharing = args.cluster;
+  if constexpr (kUnaligned) smem.a_pitch = args.a_channel, smem.b_pitch = args.b_channel;
   smem.resident = align_to_swizzle_atom(smem.stage0 + args.stages * kStageBytes);
   smem.staging =
       align_to_swizzle_atom(smem.resident + (RESIDENT ? args.steps * OperandB::kBytes : 0));
@@ -292,7 +307,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                                                 : kAllStagingBytes);
   const BlockWork work(args);
   const int warp = threadIdx.x / 32;
-  if (kShifted && warp >= kProducerA + kProducers / 32) {
+  if (kUnaligned && warp >= kProducerA) {
+    load_unaligned(args, smem, work);
+  } else if (kShifted && warp >= kProducerA + kProducers / 32) {
     align_planes(args, smem, work);
   } else if (kShifted && warp == kProducerB + 1) {
     // What is not shifted is loaded by one warp.
@@ -316,7 +333,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                         args.owned);
     if (threadIdx.x == 0) {
       if (kClusterSplit) reduce.prepare();
-      if (!REDUCE) prefetch_tensor_map(args.d_map);
+      if (!REDUCE && !kUnaligned) prefetch_tensor_map(args.d_map);
     }
     sync_block();
     launch_dependent_grids();

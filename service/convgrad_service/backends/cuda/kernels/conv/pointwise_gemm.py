@@ -138,11 +138,6 @@ class PointwiseGemm:
         a, b = _operands(work)
         if product.swapped:
             a, b = b, a
-        a_map = a, _map(work.dtype, product, config, product.a, config.m)
-        b_map = b, _map(work.dtype, product, config, product.b, config.n)
-        d_map = result, _result_map(work.dtype, product, config)
-        by_tma = not config.reduces and result.dtype is work.dtype
-        by_tma &= not (product.shifted and product.images)
         stages = config.stages(product, device)
         launch = Launch(
             _instance(work.dtype, config, product),
@@ -150,8 +145,8 @@ class PointwiseGemm:
             (config.threads(product), 1, 1),
             pack_maps(
                 _arguments(work, product, config, stages),
-                # Only TMA stores need a tensor map of the result, which not every result can have.
-                {"a_map": a_map, "b_map": b_map, "d_map": d_map if by_tma else a_map},
+                _maps(work, product, config, a, b),
+                a=a if product.unaligned else None,
                 b=b,
                 result=result,
                 accumulate=work.accumulate,
@@ -194,6 +189,16 @@ class PointwiseGemm:
             for config in every_config(product.menu)
             for one in (config, *sharing(config, product))
         }
+        for pitch in (CHUNK + 1, CHUNK + 2):
+            for a_mn, b_mn in majors:
+                like = _like(a_mn, b_mn, transposed=False)
+                a, b = (replace(one, pitch=pitch) for one in (like.a, like.b))
+                like = replace(like, a=a, b=b, stores=not a_mn, unaligned=True)
+                found |= {
+                    _instance(dtype, one, like): None
+                    for dtype in IN_16_BITS
+                    for one in every_config(like.menu)
+                }
         tf32 = _like(True, True, transposed=False, item_bytes=4)
         return [*found, *(_instance(DType.FLOAT32, one, tf32) for one in every_config(tf32.menu))]
 
@@ -215,6 +220,7 @@ def _arguments(work: ConvWork, product: Product, config: Config, stages: int) ->
     args.plain, args.wide_result = work.epilogue_free, work.result_dtype is not work.dtype
     args.result_in_vectors = (
         product.column_stride == 1
+        and not product.unaligned
         and not product.row_stride % CHUNK
         and not product.columns % CHUNK
     )
@@ -229,6 +235,9 @@ def _arguments(work: ConvWork, product: Product, config: Config, stages: int) ->
     args.image_tiles = args.row_tiles // max(product.images, 1)
     if product.summed_images:
         args.image_tiles = config.image_steps(product)
+    if product.unaligned:
+        args.pixels, args.a_channel, args.b_channel = product.columns, product.a.pitch, product.b.pitch
+        args.stored_pixels = math.gcd(product.columns, product.row_stride, CHUNK)
     if product.shifted:
         args.pixels = (product.depth if product.summed_images else product.columns) // work.batch
         args.a_channel, args.b_channel = product.a.pitch, product.b.pitch
@@ -247,6 +256,21 @@ def _operands(work: ConvWork) -> tuple[Operand, Operand]:
     if work.direction == "fwd":
         return work.x, work.w
     return work.y, work.w if work.direction == "bwd_data" else work.x
+
+
+def _maps(
+    work: ConvWork, product: Product, config: Config, a: Operand, b: Operand
+) -> dict[str, tuple[Operand, TiledMap]]:
+    """Return the kernel's tensor maps, of which those that it does not use may be any."""
+    if product.unaligned:
+        return {}
+    a_map = a, _map(work.dtype, product, config, product.a, config.m)
+    b_map = b, _map(work.dtype, product, config, product.b, config.n)
+    # Only TMA stores need a tensor map of the result, which not every result can have.
+    by_tma = not config.reduces and work.result.dtype is work.dtype
+    by_tma &= not (product.shifted and product.images)
+    d_map = (work.result, _result_map(work.dtype, product, config)) if by_tma else a_map
+    return {"a_map": a_map, "b_map": b_map, "d_map": d_map}
 
 
 def _map(dtype: DType, product: Product, config: Config, matrix: Matrix, extent: int) -> TiledMap:

@@ -54,6 +54,11 @@ STORED: Tiles = {
         128: {64: (32, 40, 64)},
     },
 }
+# Of rows that are no whole chunks.
+STORED["gather_unaligned"] = STORED["gather_unaligned_forward"] = {
+    32: {64: (64,), 128: (48, 96, 176, 240)},
+    64: {64: (32, 64, 128), 128: (32, 48, 64, 96, 128, 176, 240)},
+}
 # As STORED, and all of B stays in shared memory.
 RESIDENT: Tiles = {
     "gather": {
@@ -104,6 +109,9 @@ IN_GRID: Tiles = {
         32: {64: (64, 96, 128)},
         64: {64: (16, 32, 64)},
     },
+}
+IN_GRID["weight_unaligned"] = {
+    64: {64: (32, 64, 96), 128: (32, 48, 64, 96, 128), 192: (32, 48, 64)},
 }
 # Tiles of STORED whose blocks can share an operand with those of their cluster, and the sizes of
 # such clusters.

@@ -3,6 +3,7 @@
 
 #include "conv/pointwise_gemm.cuh"
 #include "conv/pointwise_gemm_shift.cuh"
+#include "conv/pointwise_gemm_unaligned.cuh"
 #include "core/result_run.cuh"
 #include "core/split_k_reduce.cuh"
 
@@ -31,12 +32,20 @@ using ShiftedA = ShiftedPlanes<T, kShiftsA ? BM : 64, kPixelBoxes, kPixelChunks>
 using ShiftedB = ShiftedPlanes<T, kShifted ? (kImages ? BN : DEPTH) : 64, kPixelBoxes, kPixelChunks>;
 // Pixels of an image in a k-tile (IMAGES).
 constexpr int kTilePixels = kShifted ? kPixelBoxes * kBoxPixels : DEPTH;
-// Warps that load an operand, of which two share what is shifted, and threads that align it.
-constexpr int kParts = kShifted ? 2 : 1, kProducers = kParts * 64, kAligners = kShifted ? 128 : 0;
+// Whether rows of A or B do not start at multiples of 16 bytes, and whether some are an odd number of elements.
+constexpr bool kUnaligned = UNALIGNED != 0, kStraddles = UNALIGNED == 2;
+using UnalignedA = UnalignedRows<T, A_MN != 0, kUnaligned ? (A_MN ? DEPTH : BM) : 8, kUnaligned ? (A_MN ? BM : DEPTH) : 16>;
+using UnalignedB = UnalignedRows<T, B_MN != 0, kUnaligned ? (B_MN ? DEPTH : BN) : 8, kUnaligned ? (B_MN ? BN : DEPTH) : 16>;
+static_assert(!kUnaligned || !(kImages || kShifted || RESIDENT || MULTICAST || PINGPONG || PLANES || TRANSPOSED),
+              "ways to load unaligned rows");
+// Warps that load an operand, of which two share what is shifted, and threads that align it, or load unaligned rows.
+constexpr int kParts = kShifted ? 2 : 1, kProducers = kUnaligned ? 0 : kParts * 64;
+constexpr int kAligners = kShifted || kUnaligned ? 128 : 0;
 constexpr int kConsumers = CONSUMERS * 128, kThreads = kConsumers + kProducers + kAligners;
 constexpr int kProducerA = CONSUMERS * 4, kProducerB = kProducerA + 1;
 // A stage: operands as wgmma reads them, then as they were copied where they are shifted.
-constexpr u32 kOperandBytes = OperandA::kBytes + (RESIDENT ? 0 : OperandB::kBytes);
+constexpr u32 kABytes = kUnaligned ? UnalignedA::kBytes : OperandA::kBytes;
+constexpr u32 kOperandBytes = kABytes + (RESIDENT ? 0 : kUnaligned ? UnalignedB::kBytes : OperandB::kBytes);
 constexpr u32 kShiftedABytes = kShiftsA ? ShiftedA::kBytes : 0;
 constexpr u32 kShiftedBytes = kShiftedABytes + (kShifted ? ShiftedB::kBytes : 0);
 constexpr u32 kStageBytes = kOperandBytes + kShiftedBytes;
@@ -67,6 +76,8 @@ constexpr bool kMulticast = MULTICAST != 0;
 static_assert(!kMulticast || !(kClusterSplit || RESIDENT), "operands that all blocks load");
 // Whether products are mma.sync's, of float32.
 constexpr bool kMmaSync = sizeof(T) == 4;
+// Whether each 16 columns (rows) of a tile are in the order of UnalignedProducts.
+constexpr bool kMixesColumns = kUnaligned && B_MN, kMixesRows = kUnaligned && A_MN;
 static_assert(!kMmaSync || (A_MN && B_MN && A_BYTES == 128 && REDUCE && !RESIDENT), "of float32");
 
 // Swizzle atoms of 128-byte rows start at multiples of 1,024.
@@ -76,12 +87,13 @@ __device__ __forceinline__ u32 align_to_swizzle_atom(u32 address) { return (addr
 struct SharedLayout {
   u32 stage0, resident, staging, barriers;
   char* base;  // `stage0` as a pointer
-  int stages, sharing;  // blocks that share an operand
+  int stages, sharing;   // blocks that share an operand
+  int a_pitch, b_pitch;  // of unaligned rows
 
   __device__ __forceinline__ char* pointer(u32 address) const { return base + (address - stage0); }
 
   __device__ __forceinline__ u32 a(int stage) const { return stage0 + stage * kStageBytes; }
-  __device__ __forceinline__ u32 b(int stage) const { return a(stage) + OperandA::kBytes; }
+  __device__ __forceinline__ u32 b(int stage) const { return a(stage) + kABytes; }
   __device__ __forceinline__ u32 full_barrier(int stage) const { return barriers + stage * 8; }
   __device__ __forceinline__ u32 empty_barrier(int stage) const { return barriers + (stages + stage) * 8; }
   __device__ __forceinline__ u32 reduce_barrier() const { return barriers + 2 * stages * 8; }
@@ -274,6 +286,39 @@ __device__ __forceinline__ void produce(const PointwiseGemmArgs& args, const Sha
     }
   }
   __syncwarp();
+  if (kClusterSplit) cluster_wait();
+}
+
+// The warps that load both operands of unaligned rows. The first thread initialises the pipeline's mbarriers.
+__device__ __forceinline__ void load_unaligned(const PointwiseGemmArgs& args, const SharedLayout& smem,
+                                               const BlockWork& work) {
+  const int thread = threadIdx.x - kConsumers;
+  if (thread == 0) {
+    for (int i = 0; i < smem.stages; ++i) {
+      mbarrier_init(smem.full_barrier(i), kAligners);
+      mbarrier_init(smem.empty_barrier(i), kTileWarps);
+    }
+    fence_mbarrier_init();
+  }
+  sync_block();
+  wait_on_dependent_grids();
+  PipelineState state{1};
+  const T* const a = static_cast<const T*>(args.a);
+  const T* const b = static_cast<const T*>(args.b);
+#pragma unroll 1
+  for (int row = work.row; row < work.row_end(args); row += work.row_step) {
+#pragma unroll 1
+    for (int step = 0; step < work.steps; ++step) {
+      const int k = (work.begin + step * work.k_step) * DEPTH, m = row * BM, n = work.column;
+      mbarrier_wait(smem.empty_barrier(state.index), state.parity);
+      UnalignedA::load<kAligners>(smem.a(state.index), a, smem.a_pitch, A_MN ? k : m, A_MN ? args.depth : args.rows,
+                                  A_MN ? m : k, A_MN ? args.rows : args.depth, thread);
+      UnalignedB::load<kAligners>(smem.b(state.index), b, smem.b_pitch, B_MN ? k : n, B_MN ? args.depth : args.columns,
+                                  B_MN ? n : k, B_MN ? args.columns : args.depth, thread);
+      mbarrier_arrive_after_copies(smem.full_barrier(state.index));
+      state.advance(smem.stages);
+    }
+  }
   if (kClusterSplit) cluster_wait();
 }
 

@@ -26,8 +26,8 @@ SIDE = 8
 def products_of(work: ConvWork) -> tuple[Product, ...]:
     """Return the GEMMs that compute the work: none, one, or two, with A and B exchanged.
 
-    There is none if rows are not whole chunks. In float32 there are only those of weight gradients,
-    channels last.
+    Of channels last whose rows are no whole chunks, there is none with a bias of columns that are
+    mixed. In float32 there are only those of weight gradients, channels last, of whole chunks.
     """
     x, y = _pitch(work.x, work.batch, work.input), _pitch(work.y, work.batch, work.output)
     _, k, c, *_ = work.w.strides
@@ -46,21 +46,27 @@ def products_of(work: ConvWork) -> tuple[Product, ...]:
     if x is None or y is None:
         return ()
     if work.direction == "bwd_weight":
-        if max(x * item_bytes % CHUNK_BYTES, y * item_bytes % CHUNK_BYTES):
+        whole = max(x * item_bytes % CHUNK_BYTES, y * item_bytes % CHUNK_BYTES) == 0
+        if not whole and item_bytes > ITEM_BYTES:
             return ()
         row = Matrix(outputs, y, mn=True, item_bytes=item_bytes)
         column = Matrix(inputs, x, mn=True, item_bytes=item_bytes)
         stores = item_bytes == ITEM_BYTES and _stores(work, k)
+        if not whole:
+            product = Product(row, column, pixels, k, 1, stores=False, unaligned=True)
+            other = replace(product, a=column, b=row, row_stride=1, column_stride=k, swapped=True)
+            return product, other
         return (
             Product(row, column, pixels, k, 1, stores),
             Product(column, row, pixels, 1, k, stores=False, swapped=True),
         )
     backward = work.direction == "bwd_data"
     read, written, depth = (y, x, outputs) if backward else (x, y, inputs)
-    if read % CHUNK or k % CHUNK:
-        return ()
     a = Matrix(pixels, read, mn=False)
     b = Matrix(inputs if backward else outputs, k, mn=backward)
+    if read % CHUNK or k % CHUNK:
+        possible = _stores(work, 0) and not (backward and work.bias is not None)
+        return (Product(a, b, depth, written, 1, True, unaligned=True),) * possible
     product = Product(a, b, depth, written, 1, _stores(work, written))
     if not (product.stores and work.epilogue_free):
         return (product,)

@@ -60,6 +60,15 @@ __device__ __forceinline__ void store_rows(const PointwiseGemmArgs& args, u32 st
 #pragma unroll
   for (int j = 0; j + 1 < kCount; j += 2) {
     const float(&one)[4] = all[from + j], (&two)[4] = all[from + j + 1];
+    if constexpr (kMixesColumns) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const u32 to = staging_address(staging, lane / 4 + half * 8, j + lane % 4 / 2) + lane % 2 * 8;
+        st_shared_u32(to, narrow_x2<T>(one[half * 2], two[half * 2]));
+        st_shared_u32(to + 4, narrow_x2<T>(one[half * 2 + 1], two[half * 2 + 1]));
+      }
+      continue;
+    }
     const u32 words[4] = {narrow_x2<T>(one[0], one[1]), narrow_x2<T>(one[2], one[3]),
                           narrow_x2<T>(two[0], two[1]), narrow_x2<T>(two[2], two[3])};
     stmatrix(staging_address(staging, lane % 16, j + lane / 16), words);
@@ -71,7 +80,7 @@ __device__ __forceinline__ void store_rows(const PointwiseGemmArgs& args, u32 st
     st_shared_u32(staging_address(staging, lane / 4, j) + at, narrow_x2<T>(one[0], one[1]));
     st_shared_u32(staging_address(staging, lane / 4 + 8, j) + at, narrow_x2<T>(one[2], one[3]));
   }
-  if constexpr (kShifted && kPlanes) {
+  if constexpr (kUnaligned || (kShifted && kPlanes)) {
     __syncwarp();
     T* const to = static_cast<T*>(args.result) + image * args.image_stride + row * args.row_stride + column;
     if (args.stored_pixels == 8) {

@@ -26,6 +26,7 @@ from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_tiles import (
     ITEM_BYTES,
     MOST_GRID_PARTS,
     SHIFTED,
+    UNALIGNED,
     Config,
     Matrix,
     Product,
@@ -43,6 +44,7 @@ WEIGHT_KINDS = {
     TF32: True,
     "weight_planes": False,
     f"weight_planes{SHIFTED}": False,
+    f"weight{UNALIGNED}": True,
 }
 TRANSPOSED_KINDS = ("transposed", f"planes_transposed{SHIFTED}")
 MULTIPROCESSORS = 132
@@ -81,8 +83,18 @@ class Table:
         item_bytes = 4 if tf32 else ITEM_BYTES
         a, b = (Matrix(1, 1, mn, item_bytes=item_bytes) for mn in (a_mn, b_mn))
         shifted = kind.endswith(SHIFTED)
+        unaligned = kind.endswith(UNALIGNED)
         like = Product(
-            a, b, 1, 1, 1, stores=not tf32, swapped=transposed, together=8 * shifted, **images
+            a,
+            b,
+            1,
+            1,
+            1,
+            stores=not tf32,
+            swapped=transposed,
+            together=8 * shifted,
+            unaligned=unaligned,
+            **images,
         )
         # Each configuration is repeated for the numbers of parts that `times` tries.
         kinds = 3 if wgrad else 1
@@ -198,7 +210,7 @@ class Table:
             allowed &= (m < TALL_ROWS) | (tiles >= LEAST_TALL)
         if self._wgrad:
             allowed &= (m == LEAST_ROWS) | (product.rows > LEAST_ROWS)
-        elif product.images:
+        elif product.images or product.unaligned:
             pass
         elif product.depth <= USUAL:
             allowed &= depth == next((d for d in SHALLOW if d >= product.depth), USUAL)

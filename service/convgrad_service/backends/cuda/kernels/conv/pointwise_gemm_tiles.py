@@ -11,7 +11,7 @@ from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import ceil_div
 
 __all__ = ["BOX_PIXELS", "CHUNK_BYTES", "CLUSTERS", "ITEM_BYTES", "MOST_GRID_PARTS", "ROW_BYTES"]
-__all__ += ["SHIFTED", "SLAB_ROWS", "Config", "Matrix", "Product"]
+__all__ += ["SHIFTED", "SLAB_ROWS", "UNALIGNED", "Config", "Matrix", "Product"]
 
 ROW_BYTES = (32, 64, 128)
 """Row lengths in shared memory, which are also the swizzle widths."""
@@ -31,6 +31,9 @@ BUFFERED = 64 * 128
 # The suffix of the kind of a product of planes that do not start at multiples of 16 bytes, and
 # threads that align them or copy them besides the usual ones.
 SHIFTED, ALIGNERS = "_shifted", 192
+# The suffix of the kind of a product whose operands' rows are no whole chunks, and the threads that
+# load them besides as many as load others.
+UNALIGNED, LOADERS = "_unaligned", 64
 BOX_PIXELS = 56
 """Pixels of such a plane in a box (pointwise_gemm_shift.cuh)."""
 # Rows of a warpgroup's product, and columns of a slice of it that it stores.
@@ -86,6 +89,8 @@ class Product:
     together
         Of planes that do not start at multiples of 16 bytes, the channels that together do;
         otherwise 0.
+    unaligned
+        Whether rows of an operand do not start at multiples of 16 bytes, channels last.
     """
 
     a: Matrix
@@ -99,6 +104,7 @@ class Product:
     image_stride: int = 0
     summed_images: int = 0
     together: int = 0
+    unaligned: bool = False
 
     @property
     def rows(self) -> int:
@@ -114,6 +120,11 @@ class Product:
         return self.together > 0
 
     @property
+    def straddles(self) -> bool:
+        """Whether rows of an operand are an odd number of elements."""
+        return self.unaligned and (self.a.pitch % 2 or self.b.pitch % 2) > 0
+
+    @property
     def transposed(self) -> bool:
         """Whether the result's columns are contiguous, and stored by TMA."""
         return self.stores and self.swapped
@@ -121,7 +132,7 @@ class Product:
     @property
     def shares(self) -> bool:
         """Whether `sharing` was measured: gradients of the input, channels last."""
-        return self.stores and not self.images and self.a.mn != self.b.mn
+        return self.stores and not (self.images or self.unaligned) and self.a.mn != self.b.mn
 
     @property
     def kind(self) -> str:
@@ -131,6 +142,8 @@ class Product:
             return found + SHIFTED * self.shifted
         if self.summed_images:
             return "weight_planes" + SHIFTED * self.shifted
+        if self.unaligned:
+            return ("weight" if self.a.mn else "gather") + UNALIGNED
         if not self.a.mn or self.transposed:
             return "transposed" if self.transposed else "gather"
         return "weight" if self.a.item_bytes == ITEM_BYTES else "weight_tf32"
@@ -208,7 +221,8 @@ class Config:
         return 2 if self.alternate else {64: 1, 192: 3}.get(self.m, 2)
 
     def threads(self, product: Product) -> int:
-        return self.consumers * WARPGROUP + PRODUCERS + ALIGNERS * product.shifted
+        more = ALIGNERS * product.shifted + LOADERS * product.unaligned
+        return self.consumers * WARPGROUP + PRODUCERS + more
 
     @property
     def in_grid(self) -> bool:
@@ -338,7 +352,15 @@ class Config:
             return (self.m + self.n) * self.depth * ITEM_BYTES
         return self.depth * self.n // BOX_PIXELS * ROW_BYTES[-1]
 
+    def unaligned_bytes(self, matrix: Matrix, extent: int) -> int:
+        """Return the bytes per stage of an operand whose rows are no whole chunks."""
+        rows, wide = (self.depth, extent) if matrix.mn else (extent, self.depth)
+        return rows * (wide * ITEM_BYTES + CHUNK_BYTES)
+
     def stage_bytes(self, product: Product) -> int:
+        if product.unaligned:
+            a = self.unaligned_bytes(product.a, self.m)
+            return a + self.unaligned_bytes(product.b, self.n)
         a = self.side_bytes(product.a, self.m)
         operands = a if self.resident else a + self.side_bytes(product.b, self.n)
         return operands + (self.copied_bytes(product) if product.shifted else 0)
@@ -372,8 +394,8 @@ class Config:
             "ELEMENT": CUDA_TYPES[dtype],
             "A_MN": int(product.a.mn),
             "B_MN": int(product.b.mn),
-            "A_BYTES": self.row_bytes(product.a, self.m),
-            "B_BYTES": self.row_bytes(product.b, self.n),
+            "A_BYTES": ROW_BYTES[0] if product.unaligned else self.row_bytes(product.a, self.m),
+            "B_BYTES": ROW_BYTES[0] if product.unaligned else self.row_bytes(product.b, self.n),
             "BM": self.m,
             "BN": self.n,
             "CONSUMERS": self.consumers,
@@ -388,5 +410,6 @@ class Config:
             "PLANES": int(product.images > 0),
             "IMAGES": int(product.summed_images > 0),
             "SHIFTED": int(product.shifted),
+            "UNALIGNED": (1 + product.straddles) * product.unaligned,
             "D_BYTES": self.d_bytes,
         }
