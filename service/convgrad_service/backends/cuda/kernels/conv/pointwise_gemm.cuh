@@ -35,7 +35,9 @@ struct PointwiseGemmArgs {
   // result's images in elements, and the result's pixels that are stored at once.
   int pixels, together, a_channel, b_channel, stored_pixels;
   i64 image_stride;
-  const void* a;  // UNALIGNED only, with `a_channel` and `b_channel` as the operands' pitches and `pixels` as `columns`
+  // UNALIGNED only: with `a_channel` and `b_channel` as the operands' pitches, `pixels` as the result's columns, and
+  // `stored_pixels` as those that are stored at once, or 0 where its rows are stored as one run.
+  const void* a;
 };
 
 // One operand of a k-tile, in shared memory as boxes of rows of kRowBytes with a swizzle of that width.

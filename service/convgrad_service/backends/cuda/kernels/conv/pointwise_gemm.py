@@ -237,7 +237,8 @@ def _arguments(work: ConvWork, product: Product, config: Config, stages: int) ->
         args.image_tiles = config.image_steps(product)
     if product.unaligned:
         args.pixels, args.a_channel, args.b_channel = product.columns, product.a.pitch, product.b.pitch
-        args.stored_pixels = math.gcd(product.columns, product.row_stride, CHUNK)
+        whole = product.row_stride == product.columns <= config.n
+        args.stored_pixels = 0 if whole else math.gcd(product.columns, product.row_stride, CHUNK)
     if product.shifted:
         args.pixels = (product.depth if product.summed_images else product.columns) // work.batch
         args.a_channel, args.b_channel = product.a.pitch, product.b.pitch

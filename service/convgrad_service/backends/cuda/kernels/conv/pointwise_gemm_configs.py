@@ -57,6 +57,7 @@ STORED: Tiles = {
 # Of rows that are no whole chunks.
 STORED["gather_unaligned"] = STORED["gather_unaligned_forward"] = {
     32: {64: (64,), 128: (48, 96, 176, 240)},
+    48: {64: (64,), 128: (64, 96, 176)},
     64: {64: (32, 64, 128), 128: (32, 48, 64, 96, 128, 176, 240)},
 }
 # As STORED, and all of B stays in shared memory.

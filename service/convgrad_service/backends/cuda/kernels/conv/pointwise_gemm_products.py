@@ -68,6 +68,8 @@ def products_of(work: ConvWork) -> tuple[Product, ...]:
         possible = _stores(work, 0) and not (backward and work.bias is not None)
         return (Product(a, b, depth, written, 1, True, unaligned=True),) * possible
     product = Product(a, b, depth, written, 1, _stores(work, written))
+    if _stores(work, 0) and not product.stores and not backward:
+        return product, replace(product, stores=True, unaligned=True)
     if not (product.stores and work.epilogue_free):
         return (product,)
     return product, Product(b, a, depth, 1, written, stores=True, swapped=True)

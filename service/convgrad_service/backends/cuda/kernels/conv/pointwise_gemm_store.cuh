@@ -2,6 +2,7 @@
 #pragma once
 
 #include "conv/pointwise_gemm_load.cuh"
+#include "ptx/shared_element.cuh"
 
 #if !REDUCE
 namespace {
@@ -51,10 +52,53 @@ __device__ __forceinline__ void store_runs(const PointwiseGemmArgs& args, u32 st
   }
 }
 
+// Rounds 16 rows of a warp, one after another, to a free staging buffer and stores them as one run: of results whose
+// rows are contiguous, in a single column of tiles (UNALIGNED).
+__device__ __forceinline__ void store_whole_rows(const PointwiseGemmArgs& args, u32 staging, int row,
+                                                 const float (&all)[kFragmentsN][4]) {
+  const int lane = threadIdx.x & 31, g = lane / 4, t = lane % 4, columns = args.columns;
+  const auto put = [&](int in_row, int column, float first, float second) {
+    const u32 to = staging + (in_row * columns + column) * static_cast<u32>(sizeof(T));
+    if (columns % 2 == 0) {
+      if (column < columns) st_shared_u32(to, narrow_x2<T>(first, second));
+    } else {
+      if (column < columns) store_element(to, narrow<T>(first));
+      if (column + 1 < columns) store_element(to + static_cast<u32>(sizeof(T)), narrow<T>(second));
+    }
+  };
+#pragma unroll
+  for (int j = 0; j + 1 < kFragmentsN; j += 2) {
+    const float(&one)[4] = all[j], (&two)[4] = all[j + 1];
+#pragma unroll
+    for (int e = 0; e < 4; e += 2) {
+      if constexpr (kMixesColumns) {
+        put(g + e * 4, j * 8 + t * 4, one[e], two[e]);
+        put(g + e * 4, j * 8 + t * 4 + 2, one[e + 1], two[e + 1]);
+      } else {
+        put(g + e * 4, j * 8 + t * 2, one[e], one[e + 1]);
+        put(g + e * 4, j * 8 + t * 2 + 8, two[e], two[e + 1]);
+      }
+    }
+  }
+  __syncwarp();
+  T* const to = static_cast<T*>(args.result) + static_cast<i64>(row) * columns;
+  const int count = min(16, args.rows - row) * columns;
+#pragma unroll 4
+  for (int i = lane * 8; i < count; i += 256) {
+    uint4 raw;
+    ld_shared(staging + i * static_cast<u32>(sizeof(T)), raw);
+    store_if(i + 8 <= count, to + i, raw);
+  }
+  for (int i = (count & ~7) + lane; i < count; i += 32) {
+    to[i] = element_at<T>(staging + i * static_cast<u32>(sizeof(T)));
+  }
+}
+
 // Rounds 16 rows of a warp to a free staging buffer and stores them by TMA: kStoredColumns of them from fragment
 // `from` on, which are those of the result from `column` on.
 __device__ __forceinline__ void store_rows(const PointwiseGemmArgs& args, u32 staging, int row,
                                            int column, int image, const float (&all)[kFragmentsN][4], int from) {
+  if (kUnaligned && args.stored_pixels == 0) return store_whole_rows(args, staging, row, all);
   const int lane = threadIdx.x & 31;
   constexpr int kCount = kStoredColumns / 8;
 #pragma unroll
