@@ -160,6 +160,19 @@ UNALIGNED = (
     (grouped_conv_bwd_weight("deep", _DEEP_ROWS), Config(64, 32, parts=3), True),
 )
 
+# The same in planes, also where only rows of weights are no whole chunks, and images that start at other elements.
+_SEVENS, _EIGHTS = Conv(5, 36, 145, (7, 7), (1, 1)), Conv(3, 20, 60, (8, 16), (1, 1))
+_PAIRS = Conv(3, 38, 84, (7, 10), (1, 1))
+UNALIGNED_PLANES = (
+    (conv_fwd("sevens", _SEVENS), Config(64, 64), False),
+    (conv_fwd("pairs", _PAIRS), Config(128, 64, 32), False),
+    (conv_bwd_data("sevens", _SEVENS), Config(128, 64), False),
+    (conv_bwd_data("eights", _EIGHTS), Config(64, 128), False),
+    (conv_bwd_data("pairs", _PAIRS), Config(64, 64, 32), False),
+    (grouped_conv_bwd_weight("sevens", _SEVENS), Config(192, 48, parts=2), False),
+    (grouped_conv_bwd_weight("pairs", _PAIRS), Config(64, 64, parts=3), True),
+)
+
 
 def name_of(value: object) -> str | None:
     return value.id if isinstance(value, Case) else str(value)
@@ -231,14 +244,19 @@ def test_weight(seed: int, case: Case, config: Config, swapped: bool, planes: bo
         check(found, wanted, "exact", f"seed {seed}, {posed.id} {config}")
 
 
-@pytest.mark.parametrize(("case", "config", "swapped"), UNALIGNED, ids=name_of)
-def test_unaligned(seed: int, case: Case, config: Config, swapped: bool) -> None:
+@pytest.mark.parametrize(
+    ("case", "config", "swapped", "planes"),
+    [(*one, False) for one in UNALIGNED] + [(*one, True) for one in UNALIGNED_PLANES],
+    ids=name_of,
+)
+def test_unaligned(seed: int, case: Case, config: Config, swapped: bool, planes: bool) -> None:
+    layout = "NCHW" if planes else _last(case)
     backend = EmulatedBackend(pointwise_gemm(config, swapped=swapped))
     for dtype, gate in (("bfloat16", "exact"), ("float16", "bounded")):
         tensors, wanted = drawn(seed, case, dtype, gate)
-        found = answers(backend, case, tensors, _last(case))
+        found = answers(backend, case, tensors, layout)
         check(found, wanted, gate, f"seed {seed}, {case.id} {config}")
-    check_rule(backend, seed, case, "bfloat16", _last(case))
+    check_rule(backend, seed, case, "bfloat16", layout)
 
 
 def test_float16(seed: int) -> None:

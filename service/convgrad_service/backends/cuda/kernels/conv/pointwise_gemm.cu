@@ -59,21 +59,7 @@ __device__ __forceinline__ void mainloop(const SharedLayout& smem, PipelineState
   const int first_row = CONSUMERS == 1 ? 0 : static_cast<int>(threadIdx.x / 128) * kNextRows;
   const int lane = threadIdx.x & 31, sharers = kMulticast ? smem.sharing : 1;
   int previous = -1;  // the stage that wgmmas in flight read
-  if constexpr (kUnaligned) {
-    const UnalignedProducts<T, UnalignedA, UnalignedB, A_MN != 0, B_MN != 0, kStraddles, kMmasM, kUnaligned ? kFragmentsN : 2,
-                            kUnaligned ? DEPTH : 16>
-        by_mma(threadIdx.x, smem.a_pitch, smem.b_pitch);
-    const u32 own = first_row * (A_MN ? static_cast<u32>(sizeof(T)) : UnalignedA::kPitch);
-    clear(accum);
-#pragma unroll 1
-    for (int step = 0; step < steps; ++step) {
-      mbarrier_wait(smem.full_barrier(state.index), state.parity);
-      by_mma.add(smem.a(state.index) + own, smem.b(state.index), accum);
-      __syncwarp();
-      if (lane == 0) smem.release(state.index, lane);
-      state.advance(smem.stages);
-    }
-  } else if constexpr (kMmaSync) {
+  if constexpr (kMmaSync) {
     const Tf32Products<kMmasM, kFragmentsN, DEPTH, B_BYTES> by_mma(threadIdx.x);
     const u32 own = first_row / 32 * OperandA::kBoxBytes;
     clear(accum);
@@ -115,6 +101,33 @@ __device__ __forceinline__ void mainloop(const SharedLayout& smem, PipelineState
   }
 }
 
+// The mainloop of one tile, of unaligned rows; with PLANES, B is `image`.
+template <int kParts, int kFragments>
+__device__ __forceinline__ void unaligned_mainloop(const PointwiseGemmArgs& args, const SharedLayout& smem,
+                                                   const BlockWork& work, PipelineState& state, int image,
+                                                   float (&accum)[kParts][kFragments][4]) {
+  using Products = UnalignedProducts<T, UnalignedA, UnalignedB, A_MN != 0, B_MN != 0, kStraddles, kParts, kFragments, DEPTH>;
+  const int image_tiles = kImages ? args.image_tiles : 1, a_image = static_cast<int>(args.a_image);
+  const int b_image = static_cast<int>(args.b_image);
+  ImageStep at(kImages ? work.begin : 0, image_tiles);
+  const ImageStep each(kImages ? work.k_step : 0, image_tiles);
+  const u32 own = threadIdx.x / 128 * kNextRows * (A_MN ? static_cast<u32>(sizeof(T)) : UnalignedA::kPitch);
+  Products products(threadIdx.x, args.a_channel, 0, args.b_channel, PLANES ? image * b_image : 0);
+  clear(accum);
+#pragma unroll 1
+  for (int step = 0; step < work.steps; ++step) {
+    if constexpr (kImages) {
+      products = Products(threadIdx.x, args.a_channel, at.image * a_image, args.b_channel, at.image * b_image);
+      at.add(each, image_tiles);
+    }
+    mbarrier_wait(smem.full_barrier(state.index), state.parity);
+    products.add(smem.a(state.index) + own, smem.b(state.index), accum);
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) smem.release(state.index, 0);
+    state.advance(smem.stages);
+  }
+}
+
 #if !REDUCE
 __device__ __forceinline__ void consume_row_tiles(const PointwiseGemmArgs& args, const SharedLayout& smem,
                                               const BlockWork& work) {
@@ -141,10 +154,14 @@ __device__ __forceinline__ void consume_row_tiles(const PointwiseGemmArgs& args,
       mbarrier_wait(smem.order_barrier(turn), order_parity);
       order_parity ^= 1;
     }
-    mainloop(smem, state, work.steps, accum, smem.order_barrier(turn ^ 1));
+    const int image = kPlanes ? tile / args.image_tiles : 0, tile_in = kPlanes ? tile - image * args.image_tiles : tile;
+    if constexpr (kUnaligned) {
+      unaligned_mainloop(args, smem, work, state, image, accum);
+    } else {
+      mainloop(smem, state, work.steps, accum, smem.order_barrier(turn ^ 1));
+    }
     if (kPingPong) state.skip(work.steps, smem.stages);
     if (!kTransposed && !args.plain) apply_alpha_bias(args, work.column, accum);
-    const int image = kPlanes ? tile / args.image_tiles : 0, tile_in = kPlanes ? tile - image * args.image_tiles : tile;
     if constexpr (kStoresColumns) {
       const int row = (kPlanes ? tile_in * BM : work.column) + warp / 4 * kNextRows;
       const int first = kPlanes ? work.column : tile * BN;
@@ -297,7 +314,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   smem.base = reinterpret_cast<char*>(shared) + padding;
   smem.stages = args.stages;
   if constexpr (kMulticast) smem.sharing = args.cluster;
-  if constexpr (kUnaligned) smem.a_pitch = args.a_channel, smem.b_pitch = args.b_channel;
   smem.resident = align_to_swizzle_atom(smem.stage0 + args.stages * kStageBytes);
   smem.staging =
       align_to_swizzle_atom(smem.resident + (RESIDENT ? args.steps * OperandB::kBytes : 0));
@@ -346,7 +362,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       const GridReduction reduction(args, work);
       Accumulators accum;
       PipelineState state;
-      mainloop(smem, state, work.steps, accum);
+      if constexpr (kUnaligned) {
+        unaligned_mainloop(args, smem, work, state, 0, accum);
+      } else {
+        mainloop(smem, state, work.steps, accum);
+      }
       reduce_in_grid(args, smem, work, reduction, word, accum);
     } else {
 #if !REDUCE

@@ -189,11 +189,14 @@ class PointwiseGemm:
             for config in every_config(product.menu)
             for one in (config, *sharing(config, product))
         }
+        rows = [_like(a, b, transposed=False) for a, b in majors[:2]]
+        rows += [replace(_like(True, True, transposed=False), stores=False)]
+        rows += [replace(_like(b, True, transposed=True), images=1) for _, b in majors[:2]]
+        rows += [replace(weights, stores=False)]
         for pitch in (CHUNK + 1, CHUNK + 2):
-            for a_mn, b_mn in majors:
-                like = _like(a_mn, b_mn, transposed=False)
-                a, b = (replace(one, pitch=pitch) for one in (like.a, like.b))
-                like = replace(like, a=a, b=b, stores=not a_mn, unaligned=True)
+            for one in rows:
+                a, b = (replace(side, pitch=pitch) for side in (one.a, one.b))
+                like = replace(one, a=a, b=b, unaligned=True)
                 found |= {
                     _instance(dtype, one, like): None
                     for dtype in IN_16_BITS
@@ -236,9 +239,14 @@ def _arguments(work: ConvWork, product: Product, config: Config, stages: int) ->
     if product.summed_images:
         args.image_tiles = config.image_steps(product)
     if product.unaligned:
-        args.pixels, args.a_channel, args.b_channel = product.columns, product.a.pitch, product.b.pitch
-        whole = product.row_stride == product.columns <= config.n
-        args.stored_pixels = 0 if whole else math.gcd(product.columns, product.row_stride, CHUNK)
+        pixels = product.depth if product.summed_images else product.columns
+        args.pixels = pixels // max(product.images, product.summed_images, 1)
+        args.a_channel, args.b_channel = product.a.pitch, product.b.pitch
+        args.a_image, args.b_image = product.a.image, product.b.image
+        args.image_stride = product.image_stride
+        whole = product.row_stride == product.columns <= config.n and not product.images
+        strides = product.row_stride, product.image_stride
+        args.stored_pixels = 0 if whole else math.gcd(args.pixels, *strides, CHUNK)
     if product.shifted:
         args.pixels = (product.depth if product.summed_images else product.columns) // work.batch
         args.a_channel, args.b_channel = product.a.pitch, product.b.pitch

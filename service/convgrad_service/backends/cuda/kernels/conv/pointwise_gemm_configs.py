@@ -60,6 +60,10 @@ STORED["gather_unaligned"] = STORED["gather_unaligned_forward"] = {
     48: {64: (64,), 128: (64, 96, 176)},
     64: {64: (32, 64, 128), 128: (32, 48, 64, 96, 128, 176, 240)},
 }
+STORED["planes_transposed_unaligned"] = STORED["planes_transposed_unaligned_forward"] = {
+    32: {64: (64, 128), 128: (64, 128)},
+    64: {64: (64, 128, 192), 128: (64, 128, 192)},
+}
 # As STORED, and all of B stays in shared memory.
 RESIDENT: Tiles = {
     "gather": {
@@ -111,7 +115,7 @@ IN_GRID: Tiles = {
         64: {64: (16, 32, 64)},
     },
 }
-IN_GRID["weight_unaligned"] = {
+IN_GRID["weight_unaligned"] = IN_GRID["weight_planes_unaligned"] = {
     64: {64: (32, 64, 96), 128: (32, 48, 64, 96, 128), 192: (32, 48, 64)},
 }
 # Tiles of STORED whose blocks can share an operand with those of their cluster, and the sizes of

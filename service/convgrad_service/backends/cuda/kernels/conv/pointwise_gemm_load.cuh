@@ -36,7 +36,7 @@ constexpr int kTilePixels = kShifted ? kPixelBoxes * kBoxPixels : DEPTH;
 constexpr bool kUnaligned = UNALIGNED != 0, kStraddles = UNALIGNED == 2;
 using UnalignedA = UnalignedRows<T, A_MN != 0, kUnaligned ? (A_MN ? DEPTH : BM) : 8, kUnaligned ? (A_MN ? BM : DEPTH) : 16>;
 using UnalignedB = UnalignedRows<T, B_MN != 0, kUnaligned ? (B_MN ? DEPTH : BN) : 8, kUnaligned ? (B_MN ? BN : DEPTH) : 16>;
-static_assert(!kUnaligned || !(kImages || kShifted || RESIDENT || MULTICAST || PINGPONG || PLANES || TRANSPOSED),
+static_assert(!kUnaligned || !(kShifted || RESIDENT || MULTICAST || PINGPONG || PLANES != TRANSPOSED),
               "ways to load unaligned rows");
 // Warps that load an operand, of which two share what is shifted, and threads that align it, or load unaligned rows.
 constexpr int kParts = kShifted ? 2 : 1, kProducers = kUnaligned ? 0 : kParts * 64;
@@ -87,8 +87,7 @@ __device__ __forceinline__ u32 align_to_swizzle_atom(u32 address) { return (addr
 struct SharedLayout {
   u32 stage0, resident, staging, barriers;
   char* base;  // `stage0` as a pointer
-  int stages, sharing;   // blocks that share an operand
-  int a_pitch, b_pitch;  // of unaligned rows
+  int stages, sharing;  // blocks that share an operand
 
   __device__ __forceinline__ char* pointer(u32 address) const { return base + (address - stage0); }
 
@@ -305,17 +304,26 @@ __device__ __forceinline__ void load_unaligned(const PointwiseGemmArgs& args, co
   PipelineState state{1};
   const T* const a = static_cast<const T*>(args.a);
   const T* const b = static_cast<const T*>(args.b);
+  const int rows = args.rows, columns = PLANES ? args.pixels : args.columns, depth = IMAGES ? args.pixels : args.depth;
+  const int image_tiles = kImages ? args.image_tiles : 1;
+  const ImageStep first(kImages ? work.begin : 0, image_tiles), each(kImages ? work.k_step : 0, image_tiles);
 #pragma unroll 1
-  for (int row = work.row; row < work.row_end(args); row += work.row_step) {
+  for (int tile = work.row; tile < work.row_end(args); tile += work.row_step) {
+    const int image = PLANES ? tile / work.image_tiles : 0, in_image = tile - image * (PLANES ? work.image_tiles : 0);
+    const int m = PLANES ? work.column : tile * BM, n = PLANES ? in_image * BN : work.column;
+    ImageStep at = first;
 #pragma unroll 1
     for (int step = 0; step < work.steps; ++step) {
-      const int k = (work.begin + step * work.k_step) * DEPTH, m = row * BM, n = work.column;
+      const int k = (kImages ? at.k_tile : work.begin + step * work.k_step) * DEPTH;
+      const i64 of_a = kImages ? at.image * args.a_image : 0;
+      const i64 of_b = kImages ? at.image * args.b_image : PLANES ? image * args.b_image : 0;
       mbarrier_wait(smem.empty_barrier(state.index), state.parity);
-      UnalignedA::load<kAligners>(smem.a(state.index), a, smem.a_pitch, A_MN ? k : m, A_MN ? args.depth : args.rows,
-                                  A_MN ? m : k, A_MN ? args.rows : args.depth, thread);
-      UnalignedB::load<kAligners>(smem.b(state.index), b, smem.b_pitch, B_MN ? k : n, B_MN ? args.depth : args.columns,
-                                  B_MN ? n : k, B_MN ? args.columns : args.depth, thread);
+      UnalignedA::load<kAligners>(smem.a(state.index), a, of_a, args.a_channel, A_MN ? k : m, A_MN ? depth : rows,
+                                  A_MN ? m : k, A_MN ? rows : depth, thread);
+      UnalignedB::load<kAligners>(smem.b(state.index), b, of_b, args.b_channel, B_MN ? k : n, B_MN ? depth : columns,
+                                  B_MN ? n : k, B_MN ? columns : depth, thread);
       mbarrier_arrive_after_copies(smem.full_barrier(state.index));
+      at.add(each, image_tiles);
       state.advance(smem.stages);
     }
   }

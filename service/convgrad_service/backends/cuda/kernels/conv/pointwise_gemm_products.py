@@ -82,8 +82,8 @@ def _planes(work: ConvWork) -> tuple[Product, ...]:
         flat = flat_planes(work, together)
         if flat is not None:
             break
-    else:
-        return ()
+    if flat is None or (k % CHUNK and work.direction != "bwd_weight"):
+        return _unaligned_planes(work)
     shifted = together > 1
     if work.direction == "bwd_weight":
         row, column = (
@@ -95,8 +95,8 @@ def _planes(work: ConvWork) -> tuple[Product, ...]:
         product = replace(product, together=together * shifted)
         other = replace(product, a=column, b=row, row_stride=1, column_stride=k)
         return product, replace(other, stores=False, swapped=True)
-    if k % CHUNK or (shifted and (work.direction == "fwd" or not work.epilogue_free)):
-        return ()
+    if shifted and (work.direction == "fwd" or not work.epilogue_free):
+        return _unaligned_planes(work)
     source, result = flat.sides
     depth, columns = work.channels
     channel = result.strides[2]
@@ -110,6 +110,37 @@ def _planes(work: ConvWork) -> tuple[Product, ...]:
         return (product,)
     other = replace(product, a=b, b=a, row_stride=channel, column_stride=1, swapped=True)
     return (replace(other, together=together),)
+
+
+def _unaligned_planes(work: ConvWork) -> tuple[Product, ...]:
+    """Return the GEMMs of channels first where planes or rows of weights are no whole chunks."""
+    k, pixels = work.w.strides[1], work.pixels
+    if any(_pitch(_rows_of(one), 1, work.output) != 1 for one in (work.x, work.y)):
+        return ()
+    if work.direction == "bwd_weight":
+        row, column = (
+            Matrix(channels, one.strides[2], mn=False, image=_image_stride(one, work))
+            for one, channels in ((work.y, work.out_channels), (work.x, work.in_channels))
+        )
+        product = Product(row, column, pixels, k, 1, stores=False, summed_images=work.batch)
+        product = replace(product, unaligned=True)
+        return product, replace(
+            product, a=column, b=row, row_stride=1, column_stride=k, swapped=True
+        )
+    if not (work.epilogue_free and _stores(work, 0)):
+        return ()
+    source, result = work.sides
+    depth, rows = work.channels
+    a = Matrix(rows, k, mn=work.direction == "bwd_data")
+    b = Matrix(pixels, source.strides[2], mn=True, image=_image_stride(source, work))
+    image = _image_stride(result, work)
+    product = Product(a, b, depth, result.strides[2], 1, True, swapped=True, images=work.batch)
+    return (replace(product, image_stride=image, unaligned=True),)
+
+
+def _rows_of(planes: Operand) -> Operand:
+    """Return it with pixels as what `_pitch` takes for channels' neighbours."""
+    return replace(planes, strides=(0, 0, 1, *planes.strides[3:]))
 
 
 def _image_stride(planes: Operand, work: ConvWork) -> int:

@@ -107,7 +107,8 @@ __device__ __forceinline__ void store_rows(const PointwiseGemmArgs& args, u32 st
     if constexpr (kMixesColumns) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const u32 to = staging_address(staging, lane / 4 + half * 8, j + lane % 4 / 2) + lane % 2 * 8;
+        const int in_row = kMixesRows ? lane / 4 * 2 + half : lane / 4 + half * 8;
+        const u32 to = staging_address(staging, in_row, j + lane % 4 / 2) + lane % 2 * 8;
         st_shared_u32(to, narrow_x2<T>(one[half * 2], two[half * 2]));
         st_shared_u32(to + 4, narrow_x2<T>(one[half * 2 + 1], two[half * 2 + 1]));
       }

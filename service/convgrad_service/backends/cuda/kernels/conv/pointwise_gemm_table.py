@@ -45,8 +45,13 @@ WEIGHT_KINDS = {
     "weight_planes": False,
     f"weight_planes{SHIFTED}": False,
     f"weight{UNALIGNED}": True,
+    f"weight_planes{UNALIGNED}": False,
 }
-TRANSPOSED_KINDS = ("transposed", f"planes_transposed{SHIFTED}")
+TRANSPOSED_KINDS = (
+    "transposed",
+    f"planes_transposed{SHIFTED}",
+    f"planes_transposed{UNALIGNED}",
+)
 MULTIPROCESSORS = 132
 MOST_RESIDENT_BYTES, MOST_COLUMN_TILES = 100_000, 4
 LEAST_STAGES, LEAST_DEEP_STAGES, MANY_STAGES = 3, 4, 4

@@ -90,7 +90,7 @@ class Product:
         Of planes that do not start at multiples of 16 bytes, the channels that together do;
         otherwise 0.
     unaligned
-        Whether rows of an operand do not start at multiples of 16 bytes, channels last.
+        Whether rows of an operand do not start at multiples of 16 bytes, and are not `together`.
     """
 
     a: Matrix
@@ -121,8 +121,9 @@ class Product:
 
     @property
     def straddles(self) -> bool:
-        """Whether rows of an operand are an odd number of elements."""
-        return self.unaligned and (self.a.pitch % 2 or self.b.pitch % 2) > 0
+        """Whether rows or images of an operand start at odd elements."""
+        starts = (start % 2 for one in (self.a, self.b) for start in (one.pitch, one.image))
+        return self.unaligned and any(starts)
 
     @property
     def transposed(self) -> bool:
@@ -137,13 +138,13 @@ class Product:
     @property
     def kind(self) -> str:
         """The name of its cost model's correction."""
+        how = SHIFTED if self.shifted else UNALIGNED * self.unaligned
         if self.images:
-            found = "planes_transposed" if self.transposed else "planes"
-            return found + SHIFTED * self.shifted
+            return ("planes_transposed" if self.transposed else "planes") + how
         if self.summed_images:
-            return "weight_planes" + SHIFTED * self.shifted
+            return "weight_planes" + how
         if self.unaligned:
-            return ("weight" if self.a.mn else "gather") + UNALIGNED
+            return ("gather" if self.stores else "weight") + how
         if not self.a.mn or self.transposed:
             return "transposed" if self.transposed else "gather"
         return "weight" if self.a.item_bytes == ITEM_BYTES else "weight_tf32"

@@ -1,9 +1,9 @@
-// Operands whose rows do not start at multiples of 16 bytes, as channels last of 162 or 27 channels, for
-// pointwise_gemm.cu (UNALIGNED).
+// Operands whose rows do not start at multiples of 16 bytes, as channels last of 162 or 27 channels, or planes of 7 x 7
+// pixels, for pointwise_gemm.cu (UNALIGNED).
 //
 // A stage has a row's chunks from the last multiple of 16 bytes before its first element on, and zeros beyond the row's
 // end. mma.sync's operands are loaded from there into registers word by word, so nothing is moved: where a row starts
-// in its first chunk depends on its number modulo 8 alone, as tiles start at multiples of 8.
+// in its first chunk depends on its number modulo 8 and on its image alone, as tiles start at multiples of 8.
 #pragma once
 
 #include "ptx/mma.cuh"
@@ -17,23 +17,24 @@ struct UnalignedRows {
   static constexpr u32 kPitch = kChunks * 16, kBytes = kRows * kPitch;
   static_assert(kRows % 8 == 0 && kWide % 16 == 0 && sizeof(T) == 2, "whole pairs of fragments");
 
-  // By kThreads threads, by cp.async: rows and elements from `row` and `first` on, of those below `rows` and `wide`.
+  // By kThreads threads, by cp.async: rows and elements from `row` and `first` on, of those below `rows` and `wide`, of
+  // an image that starts at element `image` of the operand.
   template <int kThreads>
-  __device__ __forceinline__ static void load(u32 to, const T* operand, int pitch, int row, int rows, int first,
-                                              int wide, int thread) {
-    const T* const tile = operand + static_cast<i64>(row) * pitch + first;
-    const int rows_left = rows - row, left = wide - first;
+  __device__ __forceinline__ static void load(u32 to, const T* operand, i64 image, int pitch, int row, int rows,
+                                              int first, int wide, int thread) {
+    const int beyond = static_cast<int>(image) & kElements - 1, rows_left = rows - row, left = wide - first;
+    const T* const tile = operand + (image - beyond) + static_cast<i64>(row) * pitch + first;
 #pragma unroll 4
     for (int i = thread; i < kRows * kChunks; i += kThreads) {
-      const int in = i / kChunks, chunk = i % kChunks, start = in * pitch;
+      const int in = i / kChunks, chunk = i % kChunks, start = in * pitch + beyond;
       const int from = (start & ~(kElements - 1)) + chunk * kElements;
       const int count = in < rows_left ? min(max(start + left - from, 0), kElements) : 0;
       cp_async<16>(to + i * 16, count > 0 ? tile + from : operand, count * static_cast<int>(sizeof(T)));
     }
   }
-  // The offset of element `e` of row `row`.
-  __device__ __forceinline__ static u32 at(int row, int e, int pitch) {
-    return row * kPitch + ((row * pitch & kElements - 1) + e) * static_cast<u32>(sizeof(T));
+  // The offset of element `e` of row `row`, of an image that starts at element `image`.
+  __device__ __forceinline__ static u32 at(int row, int e, int pitch, int image) {
+    return row * kPitch + ((row * pitch + image & kElements - 1) + e) * static_cast<u32>(sizeof(T));
   }
 };
 
@@ -58,12 +59,13 @@ struct UnalignedProducts {
   static_assert(kDepth % 16 == 0 && kFragments % 2 == 0, "whole products");
   u32 a_offset[2], b_offset[2];  // of this thread's words; MN-major: by parity of K
 
-  __device__ __forceinline__ UnalignedProducts(int thread, int a_pitch, int b_pitch) {
+  __device__ __forceinline__ UnalignedProducts(int thread, int a_pitch, int a_image, int b_pitch, int b_image) {
     const int warp = thread / 32 % 4, g = thread % 32 / 4, t = thread % 4;
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      a_offset[e] = kAMn ? A::at(2 * t + e, warp * 16 + 2 * g, a_pitch) : A::at(g, 2 * t, a_pitch) + warp * 16 * A::kPitch;
-      b_offset[e] = kBMn ? B::at(2 * t + e, 2 * g, b_pitch) : B::at(g, 2 * t, b_pitch);
+      a_offset[e] = kAMn ? A::at(2 * t + e, warp * 16 + 2 * g, a_pitch, a_image)
+                         : A::at(g, 2 * t, a_pitch, a_image) + warp * 16 * A::kPitch;
+      b_offset[e] = kBMn ? B::at(2 * t + e, 2 * g, b_pitch, b_image) : B::at(g, 2 * t, b_pitch, b_image);
     }
   }
 
