@@ -55,7 +55,7 @@ NEEDS = Requirements(DTYPES, tf32=True, hopper=True)
 class PointwiseGemm:
     """fwd, bwd_data and bwd_weight of 1x1 kernels and stride 1 in 16 bits, the last also in TF32.
 
-    Channels last, or channels first in planes of whole chunks.
+    Channels last or channels first, in 16 bits also in rows that are no whole chunks.
     """
 
     name = "pointwise_gemm"
@@ -67,6 +67,7 @@ class PointwiseGemm:
         swapped: bool = False,
         most_s: float = math.inf,
         planes: bool = False,
+        unaligned: bool = False,
         dtypes: Sequence[DType] = DTYPES,
     ) -> None:
         """Create the family.
@@ -79,14 +80,17 @@ class PointwiseGemm:
             Whether ``config`` is for the product with A and B exchanged, if there is one.
         most_s
             The longest expected time of work that it takes, in seconds. A finite one takes no
-            planes that do not start at multiples of 16 bytes.
+            planes or rows that do not start at multiples of 16 bytes.
         planes
             Whether it takes only channels first, in planes that start at multiples of 16 bytes.
+        unaligned
+            Whether it takes only rows that do not start at multiples of 16 bytes.
         dtypes
             Dtypes that it takes.
         """
         self._config, self._swapped, self._most_s = config, swapped, most_s
-        self._planes, self._needs = planes, replace(NEEDS, dtypes=tuple(dtypes))
+        self._planes, self._unaligned = planes, unaligned
+        self._needs = replace(NEEDS, dtypes=tuple(dtypes))
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
         if (reason := self._needs.why_not(work, device)) is not None:
@@ -103,12 +107,14 @@ class PointwiseGemm:
             return "weight rows that are not whole cache lines, in a work that follows a launch"
         products = products_of(work)
         if not products:
-            return "rows without a single stride, or not of whole 16-byte chunks"
+            return "rows without a single stride, or not of whole 16-byte chunks with an epilogue"
         first = products[0]
         if self._planes and not (first.images or first.summed_images):
             return "channels last"
-        if first.shifted and (self._planes or self._most_s < math.inf):
-            return "planes that do not start at multiples of 16 bytes"
+        if self._unaligned and not products[-1].unaligned:
+            return "rows that start at multiples of 16 bytes"
+        if (first.shifted or first.unaligned) and (self._planes or self._most_s < math.inf):
+            return "planes or rows that do not start at multiples of 16 bytes"
         if self._config is not None:
             return None
         found = chosen(products, device, COUNTERS)

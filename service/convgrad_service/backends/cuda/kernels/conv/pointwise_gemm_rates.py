@@ -6,9 +6,9 @@ Fitted on an H200 to 170 GEMMs, of whole networks and of random layers
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-__all__ = ["GATHER", "WGRAD", "WGRAD_TF32"]
+__all__ = ["GATHER", "GATHER_UNALIGNED", "WGRAD", "WGRAD_TF32", "WGRAD_UNALIGNED"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,8 @@ class Rates:
     grid, grid_size, grid_beside
         Reduction by the blocks of the grid: fixed, and per kilobyte of a tile's sums; ``beside``
         with it.
+    straddle
+        Factor on products whose words straddle those of shared memory.
     """
 
     start: float
@@ -74,6 +76,7 @@ class Rates:
     grid: float
     grid_size: float
     grid_beside: float
+    straddle: float = 1.0
 
 
 GATHER = Rates(
@@ -163,3 +166,6 @@ WGRAD_TF32 = Rates(
     grid_size=0.0713,
     grid_beside=0.6505,
 )
+# Of rows that are no whole chunks.
+GATHER_UNALIGNED = replace(GATHER, straddle=1.5)
+WGRAD_UNALIGNED = replace(WGRAD, straddle=1.5)

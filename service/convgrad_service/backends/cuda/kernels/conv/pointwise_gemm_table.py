@@ -18,8 +18,10 @@ from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_configs import (
 )
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_rates import (
     GATHER,
+    GATHER_UNALIGNED,
     WGRAD,
     WGRAD_TF32,
+    WGRAD_UNALIGNED,
 )
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_tiles import (
     CLUSTERS,
@@ -81,14 +83,16 @@ class Table:
         wgrad, transposed = kind in WEIGHT_KINDS, kind in TRANSPOSED_KINDS
         tf32 = kind == TF32
         self._device, self._wgrad, self._transposed = device, wgrad, transposed
+        unaligned = kind.endswith(UNALIGNED)
         self._rates = rates = WGRAD_TF32 if tf32 else WGRAD if wgrad else GATHER
+        if unaligned:
+            self._rates = rates = WGRAD_UNALIGNED if wgrad else GATHER_UNALIGNED
         images: dict[str, int] = {}
         if "planes" in kind:
             images = {"summed_images" if wgrad else "images": 1}
         item_bytes = 4 if tf32 else ITEM_BYTES
         a, b = (Matrix(1, 1, mn, item_bytes=item_bytes) for mn in (a_mn, b_mn))
         shifted = kind.endswith(SHIFTED)
-        unaligned = kind.endswith(UNALIGNED)
         like = Product(
             a,
             b,
@@ -162,14 +166,16 @@ class Table:
             loads = column(lambda one: one.consumers * 4 * (16 * one.parts_of_m + one.n))
             loads = (loads * 4 * self.depth + self.stage) / LINE_BYTES
             clocks = np.maximum(clocks * TF32_CLOCKS, loads)
+        if unaligned:
+            # Words that the warps load from shared memory.
+            loads = column(lambda one: one.consumers * 4 * (4 * one.parts_of_m + one.n // 4))
+            clocks = np.maximum(clocks, loads * self.depth / 16)
         lines = column(
             lambda one: one.lines(like.a, one.m) + (0 if one.resident else one.lines(like.b, one.n))
         )
         self.products = rates.products * clocks * CLOCK + rates.issue
-        self.alone = np.maximum.reduce(
-            [self.stage / 1e6 / rates.bandwidth, lines / 1e3 * rates.line, self.products]
-        )
-        self.alone = np.maximum(self.alone, rates.step)
+        self.copies = np.maximum(self.stage / 1e6 / rates.bandwidth, lines / 1e3 * rates.line)
+        self.copies = np.maximum(self.copies, rates.step)
         self.tile = rates.tile + rates.tile_size * results * ITEM_BYTES / 1e3
         blocks = np.maximum(self.cluster, 1)
         threads = column(lambda one: one.consumers * 128)
@@ -253,10 +259,12 @@ class Table:
         active = np.where(split, np.minimum(clusters, together) * cluster, grid * kept)
         active = np.where(in_grid, clusters, active)
         shared = self.read / 1e6 * active / rates.l2 * MULTIPROCESSORS / many
-        step = np.maximum(self.alone, shared) + rates.few_stages * (stages < MANY_STAGES)
+        products = self.products * (rates.straddle if product.straddles else 1.0)
+        step = np.maximum.reduce([self.copies, products, shared])
+        step += rates.few_stages * (stages < MANY_STAGES)
         tile = self.tile
         busy = each * each_steps * step
-        turn = each * (each_steps * self.products + tile)
+        turn = each * (each_steps * products + tile)
         busy = np.where(split | in_grid, busy, np.maximum(busy, turn))
         memory = product.bytes / 1e6 / rates.memory
         beside = np.where(in_grid, rates.grid_beside, rates.beside)

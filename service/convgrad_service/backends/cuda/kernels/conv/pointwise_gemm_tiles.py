@@ -144,7 +144,7 @@ class Product:
         if self.summed_images:
             return "weight_planes" + how
         if self.unaligned:
-            return ("gather" if self.stores else "weight") + how
+            return ("weight" if self.a.mn else "gather") + how
         if not self.a.mn or self.transposed:
             return "transposed" if self.transposed else "gather"
         return "weight" if self.a.item_bytes == ITEM_BYTES else "weight_tf32"
