@@ -142,8 +142,9 @@ SUMMED_PLANES += (
     (_EVEN, Config(64, 64, cluster=3, parts=2), True),
 )
 
-# Rows that are no whole chunks: an even number of elements or, of either operand, an odd one; partial tiles; fewer
-# and more k-tiles than stages; only one operand's; runs of the result of 1 to 8 elements; a bias in fwd.
+# Rows that are no whole chunks: an even number of elements or, of either operand, an odd one;
+# partial tiles; fewer and more k-tiles than stages; only one operand's; runs of the result of 1 to
+# 8 elements; a bias in fwd.
 _EVEN_ROWS, _ODD_ROWS = Conv(2, 162, 38, (9, 11), (1, 1)), Conv(3, 27, 70, (5, 9, 4), (1, 1, 1))
 _HALF_ROWS, _DEEP_ROWS = Conv(2, 72, 45, (9, 7), (1, 1)), Conv(2, 20, 1044, (7, 13), (1, 1))
 UNALIGNED = (
@@ -158,9 +159,14 @@ UNALIGNED = (
     (grouped_conv_bwd_weight("odd", _ODD_ROWS), Config(64, 96, parts=2), True),
     (grouped_conv_bwd_weight("half", _HALF_ROWS), Config(192, 32, parts=2), False),
     (grouped_conv_bwd_weight("deep", _DEEP_ROWS), Config(64, 32, parts=3), True),
+    (conv_fwd("odd", _ODD_ROWS), Config(64, 32, cluster=1), False),
+    (conv_bwd_data("deep", _DEEP_ROWS), Config(64, 64, cluster=4), False),
+    (grouped_conv_bwd_weight("odd", _ODD_ROWS), Config(64, 32, cluster=2), True),
+    (grouped_conv_bwd_weight("even", _EVEN_ROWS), Config(128, 48, cluster=3, parts=2), False),
 )
 
-# The same in planes, also where only rows of weights are no whole chunks, and images that start at other elements.
+# The same in planes, also where only rows of weights are no whole chunks, and where images start at
+# other elements.
 _SEVENS, _EIGHTS = Conv(5, 36, 145, (7, 7), (1, 1)), Conv(3, 20, 60, (8, 16), (1, 1))
 _PAIRS = Conv(3, 38, 84, (7, 10), (1, 1))
 UNALIGNED_PLANES = (
@@ -171,6 +177,7 @@ UNALIGNED_PLANES = (
     (conv_bwd_data("pairs", _PAIRS), Config(64, 64, 32), False),
     (grouped_conv_bwd_weight("sevens", _SEVENS), Config(192, 48, parts=2), False),
     (grouped_conv_bwd_weight("pairs", _PAIRS), Config(64, 64, parts=3), True),
+    (grouped_conv_bwd_weight("sevens", _SEVENS), Config(64, 64, cluster=2), False),
 )
 
 
@@ -251,7 +258,7 @@ def test_weight(seed: int, case: Case, config: Config, swapped: bool, planes: bo
 )
 def test_unaligned(seed: int, case: Case, config: Config, swapped: bool, planes: bool) -> None:
     layout = "NCHW" if planes else _last(case)
-    backend = EmulatedBackend(pointwise_gemm(config, swapped=swapped))
+    backend = EmulatedBackend(pointwise_gemm(config, swapped=swapped, unaligned=True))
     for dtype, gate in (("bfloat16", "exact"), ("float16", "bounded")):
         tensors, wanted = drawn(seed, case, dtype, gate)
         found = answers(backend, case, tensors, layout)

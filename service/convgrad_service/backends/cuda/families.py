@@ -242,21 +242,8 @@ WHOLE_CHUNKS_WEIGHT = (
     _in_float32(DENSE_CONV_WEIGHT, BATCH_LAST_WEIGHT, (PointwiseGemm(),), SPLIT_WEIGHT),
     FastestExpected(DENSE_CONV_WEIGHT, (HopperWeightSingle(),), *GEMMS, overheads=OVERHEADS),
 )
-UNALIGNED_GEMM = (PointwiseGemm(unaligned=True),)
-UNALIGNED = FastestExpected(UNALIGNED_GEMM, DENSE_CONV, (IMPLICIT_GEMM,), overheads=OVERHEADS)
-UNALIGNED_WEIGHT = FastestExpected(
-    UNALIGNED_GEMM,
-    DENSE_CONV_WEIGHT,
-    (HopperWeightSingle(),),
-    (IMPLICIT_GEMM,),
-    overheads=OVERHEADS,
-)
-DENSE = (UNALIGNED, PaddedResult(WHOLE_CHUNKS, COPIES), *WHOLE_CHUNKS)
-DENSE_WEIGHT = (
-    UNALIGNED_WEIGHT,
-    PaddedResult(WHOLE_CHUNKS_WEIGHT, COPIES),
-    *WHOLE_CHUNKS_WEIGHT,
-)
+DENSE = (PaddedResult(WHOLE_CHUNKS, COPIES), *WHOLE_CHUNKS)
+DENSE_WEIGHT = (PaddedResult(WHOLE_CHUNKS_WEIGHT, COPIES), *WHOLE_CHUNKS_WEIGHT)
 # Few channels of the result. Measured on an H200 in 27 layers of 3 to 8 channels, in bfloat16 and
 # float32, channels first and last: dense kernels are faster only where the source is small.
 COL2IM = Col2im(

@@ -241,24 +241,28 @@ __device__ __forceinline__ void store_reduced(const PointwiseGemmArgs& args, int
     } else {
       sum_partials(partials + i * 4, args.parts, sums);
     }
-    const int left = args.columns - column - c;
+    constexpr int kRowStep = kMixesRows ? 1 : 8;  // to the second row
+    const int first_row = row + (kMixesRows ? r + in : r);
+    const int first_column = column + (kMixesColumns ? c / 16 * 16 + c / 8 % 2 : c);
+    const int left = (args.columns - first_column + kMixesColumns) >> kMixesColumns;
     if (left <= 0) return;
-    i64 to = (row + r) * args.row_stride + (column + c) * args.column_stride;
+    const i64 column_stride = args.column_stride << kMixesColumns;
+    i64 to = first_row * args.row_stride + first_column * args.column_stride;
     if (fast && left >= 8) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        if (row + r + half * 8 < args.rows) result.store_vector(to, sums[half]);
-        to += 8 * args.row_stride;
+        if (first_row + half * kRowStep < args.rows) result.store_vector(to, sums[half]);
+        to += kRowStep * args.row_stride;
       }
       return;
     }
 #pragma unroll 1
-    for (int half = 0; half < 2; ++half, to += 8 * args.row_stride) {
-      if (row + r + half * 8 >= args.rows) continue;
+    for (int half = 0; half < 2; ++half, to += kRowStep * args.row_stride) {
+      if (first_row + half * kRowStep >= args.rows) continue;
       float own[8];
 #pragma unroll
       for (int e = 0; e < 8; ++e) own[e] = half == 0 ? sums[0][e] : sums[1][e];
-      store_run<T, 8>(args, to, args.column_stride, left, column + c, own);
+      store_run<T, 8>(args, to, column_stride, left, first_column, own);
     }
   });
 }
@@ -267,7 +271,11 @@ __device__ __forceinline__ void consume_split_k(const PointwiseGemmArgs& args, c
                                               const BlockWork& work, const Reduce& reduce, int rank) {
   Accumulators accum;
   PipelineState state;
-  mainloop(smem, state, work.steps, accum);
+  if constexpr (kUnaligned) {
+    unaligned_mainloop(args, smem, work, state, 0, accum);
+  } else {
+    mainloop(smem, state, work.steps, accum);
+  }
   // Not before the mainloop: initialised registers would make each wgmma wait for the one before.
   if (work.steps == 0) clear(accum);
   cluster_wait();

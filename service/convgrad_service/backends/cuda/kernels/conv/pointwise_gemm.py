@@ -80,11 +80,12 @@ class PointwiseGemm:
             Whether ``config`` is for the product with A and B exchanged, if there is one.
         most_s
             The longest expected time of work that it takes, in seconds. A finite one takes no
-            planes or rows that do not start at multiples of 16 bytes.
+            planes that do not start at multiples of 16 bytes.
         planes
             Whether it takes only channels first, in planes that start at multiples of 16 bytes.
         unaligned
-            Whether it takes only rows that do not start at multiples of 16 bytes.
+            Whether it takes only rows that do not start at multiples of 16 bytes, of which it
+            takes none otherwise.
         dtypes
             Dtypes that it takes.
         """
@@ -105,16 +106,15 @@ class PointwiseGemm:
             # hopper_gather copies such weights to whole cache lines while the preceding launch
             # runs, which took 84 instead of 102 us with 728 channels. Not measured for this family.
             return "weight rows that are not whole cache lines, in a work that follows a launch"
-        products = products_of(work)
+        products = self._products(work)
         if not products:
-            return "rows without a single stride, or not of whole 16-byte chunks with an epilogue"
+            unfit = "of whole" if self._unaligned else "not of whole"
+            return f"rows without a single stride, or {unfit} 16-byte chunks"
         first = products[0]
         if self._planes and not (first.images or first.summed_images):
             return "channels last"
-        if self._unaligned and not products[-1].unaligned:
-            return "rows that start at multiples of 16 bytes"
-        if (first.shifted or first.unaligned) and (self._planes or self._most_s < math.inf):
-            return "planes or rows that do not start at multiples of 16 bytes"
+        if first.shifted and (self._planes or self._most_s < math.inf):
+            return "planes that do not start at multiples of 16 bytes"
         if self._config is not None:
             return None
         found = chosen(products, device, COUNTERS)
@@ -124,8 +124,12 @@ class PointwiseGemm:
             return f"expected to take {found[0] * 1e6:.1f} us"
         return None
 
+    def _products(self, work: ConvWork) -> tuple[Product, ...]:
+        """Return the GEMMs of the work that it takes."""
+        return products_of(work, unaligned=self._unaligned)
+
     def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
-        products = products_of(work)
+        products = self._products(work)
         if self._config is not None:
             product, config = products[self._swapped and len(products) > 1], self._config
             expected_s = None
@@ -199,7 +203,7 @@ class PointwiseGemm:
         rows += [replace(_like(True, True, transposed=False), stores=False)]
         rows += [replace(_like(b, True, transposed=True), images=1) for _, b in majors[:2]]
         rows += [replace(weights, stores=False)]
-        for pitch in (CHUNK + 1, CHUNK + 2):
+        for pitch in (CHUNK + 1, CHUNK + 2) if self._unaligned else ():
             for one in rows:
                 a, b = (replace(side, pitch=pitch) for side in (one.a, one.b))
                 like = replace(one, a=a, b=b, unaligned=True)

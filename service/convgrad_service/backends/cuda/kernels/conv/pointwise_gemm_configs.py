@@ -115,6 +115,10 @@ IN_GRID: Tiles = {
         64: {64: (16, 32, 64)},
     },
 }
+IN_CLUSTER["weight_unaligned"] = IN_CLUSTER["weight_planes_unaligned"] = {
+    64: {64: (32, 64), 128: (48, 64)},
+}
+IN_CLUSTER["gather_unaligned"] = IN_CLUSTER["gather_unaligned_forward"] = {64: {64: (32, 64)}}
 IN_GRID["weight_unaligned"] = IN_GRID["weight_planes_unaligned"] = {
     64: {64: (32, 64, 96), 128: (32, 48, 64, 96, 128), 192: (32, 48, 64)},
 }

@@ -23,12 +23,17 @@ SIDE = 8
 """Channels whose planes together are whole chunks, whatever their pixels."""
 
 
-def products_of(work: ConvWork) -> tuple[Product, ...]:
-    """Return the GEMMs that compute the work: none, one, or two, with A and B exchanged.
+def products_of(work: ConvWork, *, unaligned: bool = False) -> tuple[Product, ...]:
+    """Return the GEMMs that compute the work from rows of whole chunks, or (``unaligned``) others.
 
-    Of channels last whose rows are no whole chunks, there is none with a bias of columns that are
-    mixed. In float32 there are only those of weight gradients, channels last, of whole chunks.
+    There are none, one, or two, with A and B exchanged. In float32 there are only those of weight
+    gradients, channels last, of whole chunks.
     """
+    return tuple(one for one in _every_product(work) if one.unaligned == unaligned)
+
+
+def _every_product(work: ConvWork) -> tuple[Product, ...]:
+    """Return both; of rows that are no whole chunks, none with a bias of columns that are mixed."""
     x, y = _pitch(work.x, work.batch, work.input), _pitch(work.y, work.batch, work.output)
     _, k, c, *_ = work.w.strides
     inputs, outputs, pixels = work.in_channels, work.out_channels, work.pixels

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-__all__ = ["GATHER", "GATHER_UNALIGNED", "WGRAD", "WGRAD_TF32", "WGRAD_UNALIGNED"]
+__all__ = ["GATHER", "GATHER_UNALIGNED", "PLANES_UNALIGNED", "WGRAD"]
+__all__ += ["WGRAD_TF32", "WGRAD_UNALIGNED", "Rates"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,4 +169,5 @@ WGRAD_TF32 = Rates(
 )
 # Of rows that are no whole chunks.
 GATHER_UNALIGNED = replace(GATHER, straddle=1.5)
+PLANES_UNALIGNED = replace(GATHER, straddle=1.5)
 WGRAD_UNALIGNED = replace(WGRAD, straddle=1.5)

@@ -19,6 +19,7 @@ from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_configs import (
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_rates import (
     GATHER,
     GATHER_UNALIGNED,
+    PLANES_UNALIGNED,
     WGRAD,
     WGRAD_TF32,
     WGRAD_UNALIGNED,
@@ -83,10 +84,11 @@ class Table:
         wgrad, transposed = kind in WEIGHT_KINDS, kind in TRANSPOSED_KINDS
         tf32 = kind == TF32
         self._device, self._wgrad, self._transposed = device, wgrad, transposed
-        unaligned = kind.endswith(UNALIGNED)
+        self._unaligned = unaligned = kind.endswith(UNALIGNED)
         self._rates = rates = WGRAD_TF32 if tf32 else WGRAD if wgrad else GATHER
         if unaligned:
-            self._rates = rates = WGRAD_UNALIGNED if wgrad else GATHER_UNALIGNED
+            planes = PLANES_UNALIGNED if transposed else GATHER_UNALIGNED
+            self._rates = rates = WGRAD_UNALIGNED if wgrad else planes
         images: dict[str, int] = {}
         if "planes" in kind:
             images = {"summed_images" if wgrad else "images": 1}
@@ -238,6 +240,8 @@ class Table:
         # SMs. Clusters of 3 and 6 were not measured with several parts.
         kind = self.kind
         parts = np.where(kind == 1, 1, together // (tiles * np.maximum(kind - 1, 1)))
+        if self._unaligned:
+            parts = np.where(in_grid, np.minimum(parts, steps), parts)
         joined = (cluster * parts <= steps) & ((kind == 1) | (parts > 1))
         joined &= (tiles <= together) | ((cluster == 1) & (not product.stores))
         joined &= rows <= MAX_GRID_YZ
