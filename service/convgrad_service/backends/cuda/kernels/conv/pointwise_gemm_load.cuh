@@ -36,7 +36,7 @@ constexpr int kTilePixels = kShifted ? kPixelBoxes * kBoxPixels : DEPTH;
 constexpr bool kUnaligned = UNALIGNED != 0, kStraddles = UNALIGNED == 2;
 using UnalignedA = UnalignedRows<T, A_MN != 0, kUnaligned ? (A_MN ? DEPTH : BM) : 8, kUnaligned ? (A_MN ? BM : DEPTH) : 16>;
 using UnalignedB = UnalignedRows<T, B_MN != 0, kUnaligned ? (B_MN ? DEPTH : BN) : 8, kUnaligned ? (B_MN ? BN : DEPTH) : 16>;
-static_assert(!kUnaligned || !(kShifted || RESIDENT || MULTICAST || PINGPONG || PLANES != TRANSPOSED),
+static_assert(!kUnaligned || !(sizeof(T) != 2 || kShifted || RESIDENT || MULTICAST || PINGPONG || PLANES != TRANSPOSED),
               "ways to load unaligned rows");
 // Warps that load an operand, of which two share what is shifted, and threads that align it, or load unaligned rows.
 constexpr int kParts = kShifted ? 2 : 1, kProducers = kUnaligned ? 0 : kParts * 64;

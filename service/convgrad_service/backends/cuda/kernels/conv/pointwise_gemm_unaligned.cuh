@@ -15,7 +15,7 @@ template <class T, bool kMn, int kRows, int kWide>
 struct UnalignedRows {
   static constexpr int kElements = 16 / sizeof(T), kChunks = kWide / kElements + 1;
   static constexpr u32 kPitch = kChunks * 16, kBytes = kRows * kPitch;
-  static_assert(kRows % 8 == 0 && kWide % 16 == 0 && sizeof(T) == 2, "whole pairs of fragments");
+  static_assert(kRows % 8 == 0 && kWide % 16 == 0, "whole pairs of fragments");
 
   // By kThreads threads, by cp.async: rows and elements from `row` and `first` on, of those below `rows` and `wide`, of
   // an image that starts at element `image` of the operand.
