@@ -257,6 +257,7 @@ bench-cold-server: kernels ## cold requests on a server with a GPU, and what the
 bench-networks: $(READY) ## every convolution of whole networks beside cuDNN; needs what bench-gpu needs
 	@$(PY) -m tests.perf.bench_networks
 	@$(PY) -m tests.perf.bench_networks --types
+	@$(PY) -m tests.perf.bench_networks --others
 
 bench-families: $(READY) ## what each family of GPU kernels wins, beside the best plan without it; needs bench-gpu's
 	@$(PY) -m tests.perf.bench_families --wider --random 300

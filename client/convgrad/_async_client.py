@@ -169,10 +169,10 @@ class AsyncClient(AsyncExaminations):
         --------
         >>> x = await client.empty((8, 64, 56, 56))
         """
-        array = as_tensor("empty", np.empty((0,), dtype))
-        if self._shared is None:
-            return np.empty(tuple(shape), array.dtype)
-        return await self._send_all(self._shared.empty(tuple(shape), DType(array.dtype.name)))
+        blank = np.broadcast_to(as_tensor("empty", np.empty((), dtype)), shape)
+        if self._shared is None or blank.size == 0:
+            return np.empty(blank.shape, blank.dtype)
+        return await self._send_all(self._shared.empty(blank.shape, DType(blank.dtype.name)))
 
     @described_like(Client.put)
     async def put(

@@ -233,6 +233,8 @@ class Client(Examinations, StoredTensors):
         ------
         MalformedRequest
             No operation accepts the dtype.
+        ValueError
+            A dimension is negative.
         ClientError
             The shared memory cannot be allocated.
 
@@ -241,10 +243,10 @@ class Client(Examinations, StoredTensors):
         >>> x = client.empty((8, 64, 56, 56))
         >>> x[...] = images
         """
-        array = as_tensor("empty", np.empty((0,), dtype))
-        if self._shared is None:
-            return np.empty(tuple(shape), array.dtype)
-        return self._send_all(self._shared.empty(tuple(shape), DType(array.dtype.name)))
+        blank = np.broadcast_to(as_tensor("empty", np.empty((), dtype)), shape)
+        if self._shared is None or blank.size == 0:
+            return np.empty(blank.shape, blank.dtype)
+        return self._send_all(self._shared.empty(blank.shape, DType(blank.dtype.name)))
 
     def operations(self) -> OperationsInfo:
         """Return the server's description of each operation, by name: tensors, dtypes, layouts.

@@ -281,7 +281,7 @@ def _head(exchange: Exchange[Any], authority: str, headers: Mapping[str, str]) -
     for name, value in headers.items():
         if not _HEADER_NAME.fullmatch(name) or not _HEADER_VALUE.fullmatch(value):
             raise ClientError(
-                f"the header {name[:64]!r} holds what HTTP cannot carry",
+                f"the header {name[:64]!r} has characters that HTTP does not allow",
                 request_id=exchange.request_id,
             )
         lines.append(f"{name}: {value}")

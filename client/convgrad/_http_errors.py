@@ -16,7 +16,7 @@ HTTPX_ERRORS: dict[type[Exception], type[ClientError]] = {
     httpx.NetworkError: ConnectionFailed,
     httpx.RemoteProtocolError: ConnectionFailed,
     httpx.ProxyError: ConnectionFailed,
-    # The request itself was wrong: a header or a URL that HTTP cannot carry.
+    # The request itself was wrong: a header or a URL with characters that HTTP does not allow.
     httpx.LocalProtocolError: ClientError,
     httpx.UnsupportedProtocol: ClientError,
     httpx.InvalidURL: ClientError,

@@ -51,6 +51,8 @@ def async_method(
         return (await self.call(build(*args, **kwargs))).outputs
 
     _describe(send, build)
+    if send.__doc__:  # python -OO has removed it
+        send.__doc__ = send.__doc__.replace("= client.", "= await client.")
     return send
 
 

@@ -246,10 +246,10 @@ def _control(name: str, what: str, body: bytes) -> Target[None]:
     return Target("POST", path, Body(_JSON, [body]), lambda reply, attempts: None)
 
 
-def _outputs(told: Any) -> tuple[dict[str, Stored], tuple[_Output, ...]]:
+def _outputs(described: Any) -> tuple[dict[str, Stored], tuple[_Output, ...]]:
     """Split an answer's outputs into those stored on the server and those sent."""
     kept, sent = {}, []
-    for each in told:
+    for each in described:
         name, dtype, shape = each["name"], _FROM_PROTOCOL[each["datatype"]], tuple(each["shape"])
         if (stored := each.get("parameters", {}).get("stored")) is not None:
             kept[name] = Stored(stored, shape, dtype)

@@ -193,6 +193,6 @@ class RegionPool:
 
 def _no_memory(size_bytes: int, error: OSError) -> ClientError:
     return ClientError(
-        f"{size_bytes:,} bytes of shared memory cannot be had in {_FOLDER}: {error.strerror}; "
+        f"cannot allocate {size_bytes:,} bytes of shared memory in {_FOLDER}: {error.strerror}; "
         'transport="http" needs none'
     )

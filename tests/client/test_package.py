@@ -152,6 +152,9 @@ def test_all_that_is_public_has_an_example_and_its_parameters_explained(home: An
         assert "Examples\n--------\n>>> " in text, name
         if len(inspect.signature(each).parameters) > 1:
             assert "Parameters\n----------\n" in text, name
+        if home is convgrad.AsyncClient:
+            examples = text.partition("Examples\n")[2]
+            assert "await " in examples or "async " in examples, name
         if home is convgrad.AsyncClient and name not in ("close", "is_live", "is_ready"):
             sibling = inspect.getdoc(getattr(convgrad.Client, name)) or ""
             assert text.partition("Examples\n")[0] == sibling.partition("Examples\n")[0], name

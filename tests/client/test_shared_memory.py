@@ -132,6 +132,10 @@ def test_what_lies_in_shared_memory_is_sent_from_there(client: convgrad.Client) 
     np.testing.assert_array_equal(second, x[:, :, 3:])
     with pytest.raises(convgrad.MalformedRequest, match="dtype"):
         client.empty((3,), np.complex64)
+    assert client.empty(5).shape == (5,)
+    assert client.empty((0, 3)).shape == (0, 3)
+    with pytest.raises(ValueError, match="non-negative"):
+        client.empty((-1, 3))
 
 
 def test_more_results_than_regions_are_copied(

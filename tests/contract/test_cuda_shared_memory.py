@@ -157,7 +157,7 @@ def test_each_kind_has_its_switch(module: Any, gpu: FakeGpu) -> None:
         connected(module, server) as client,
     ):
         client.unregister_cuda_shared_memory()  # as clients do before they register anything
-        with pytest.raises(InferenceServerException, match="cuda shared memory is not enabled"):
+        with pytest.raises(InferenceServerException, match="CUDA shared memory is not enabled"):
             client.register_cuda_shared_memory("gpu", _raw(handle_of("x")), 0, 1)
     with (
         serving_oip(gpu, cuda_shared_memory=True) as server,

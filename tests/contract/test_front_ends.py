@@ -147,6 +147,26 @@ def test_what_nobody_takes_waits_and_who_has_gone_gets_nothing() -> None:
     asyncio.run(scenario())
 
 
+def test_once_all_have_gone_at_the_end_connections_are_refused() -> None:
+    async def scenario() -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with listening_socket("127.0.0.1", 0) as bound:
+            address = bound.getsockname()
+            dealer = ConnectionDispatcher(bound)
+            dealer.add(ours)
+            dealer.close()
+            with socket.create_connection(address):
+                await asyncio.sleep(0.05)
+            assert dealt(theirs) == 1
+            theirs.close()
+            with socket.create_connection(address):  # by which it is noticed
+                await asyncio.sleep(0.05)
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(address)
+
+    asyncio.run(scenario())
+
+
 def test_what_one_front_end_cannot_be_sent_goes_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """As when one has been stopped: the system limits how many descriptors are on their way."""
     send_fds = socket.send_fds

@@ -56,7 +56,9 @@ def test_openapi_describes_every_operation(document: dict[str, Any], operation: 
     assert post["responses"]["200"]["content"].keys() == {JSON, SAFETENSORS, *numpys}
     for status, answer in post["responses"].items():
         if status != "200":
-            assert answer["content"].keys() == {PROBLEM}
+            assert answer == {"$ref": f"#/components/responses/Error{status}"}
+            named = document["components"]["responses"][f"Error{status}"]
+            assert named["content"].keys() == {PROBLEM}
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)

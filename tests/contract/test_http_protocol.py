@@ -8,7 +8,7 @@ import socket
 import ssl
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import httpx
@@ -205,6 +205,24 @@ def test_connections_that_only_wait_make_room_for_others() -> None:
         assert asks(later).startswith(b"HTTP/1.1 200 ")
         half.sendall(live[9:])
         assert half.recv(65536).startswith(b"HTTP/1.1 200 ")
+
+
+def test_heads_half_sent_make_room_for_others_too() -> None:
+    live = b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n"
+    with (
+        serving(Zeros(), max_connections=2, log_level="error") as server,
+        ExitStack() as held,
+    ):
+        for _ in range(2):
+            held.enter_context(server.connect(20)).sendall(live[:9])
+
+        def is_answered() -> bool:
+            with server.connect(20) as connection, suppress(ConnectionError):
+                connection.sendall(live)
+                return connection.recv(65536).startswith(b"HTTP/1.1 200 ")
+            return False
+
+        until(is_answered, 10)  # and not after header_timeout_s
 
 
 @pytest.mark.parametrize(

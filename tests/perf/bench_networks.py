@@ -6,9 +6,10 @@ Times the layers of `suite/networks.json` as bench_gpu.py does (graph replay, on
 tensors), in short samples so that several hundred take a minute, and writes
 `tests/perf/results/networks.jsonl`: the fields of bench_gpu and `batch`, a line for each layer,
 batch, operation, type and layout, in place of an older run's. `--types` measures other dtypes and
-layouts at batch 32, for `network_types.jsonl`. `--suite` takes layers of other networks, as
-model_layers.py lists them. Ends with a table by class and batch, and the sums of each network.
-Needs a GPU, CuPy and PyTorch.
+layouts at batch 32, for `network_types.jsonl`. `--others` measures a sample of 67 other networks'
+layers, for which nothing was tuned, for `other_networks.jsonl`. `--suite` takes layers of any
+networks, as model_layers.py lists them. Ends with a table by class and batch, and the sums of each
+network. Needs a GPU, CuPy and PyTorch.
 
 Plans are made and kernels compiled in parallel before anything is timed. Each result is compared
 with cuDNN's, from a poisoned output; `--float64` compares with a float64 computation, which takes
@@ -47,6 +48,10 @@ BATCHES = (1, 8, 32, 128)
 # What else is stored, at one batch: dtypes, layouts and precisions.
 TYPES = (("float32", "NCHW", "highest"), ("float32", "NHWC", "high"), ("bfloat16", "NCHW", "high"))
 OF_TYPES, TYPES_BATCH = HERE / "results" / "network_types.jsonl", 32
+# Other networks, in all types.
+OTHERS = HERE / "suite" / "other_networks.json"
+OF_OTHERS = HERE / "results" / "other_networks.jsonl"
+OTHERS_TYPES, OTHERS_BATCH = (("bfloat16", "NHWC", "high"), *TYPES), 16
 # Networks of videos, sounds and large images fill a GPU at smaller batches.
 LARGEST_BATCH = {"tvv:r2plus1d_18": 32, "tvv:r3d_18": 32, "ta:wav2vec2_base": 32}
 LARGEST_BATCH |= {"tvs:deeplabv3_resnet50": 32}
@@ -99,6 +104,8 @@ def types_of(given: argparse.Namespace) -> list[tuple[str, str, str]]:
     """Dtypes, layouts and precisions."""
     if given.types:
         return list(TYPES)
+    if given.others:
+        return list(OTHERS_TYPES)
     return [(dtype, layout, given.precision) for dtype in given.dtypes for layout in given.layouts]
 
 
@@ -246,12 +253,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--networks", nargs="*", default=[], help="none means all")
     parser.add_argument("--classes", nargs="*", default=[], help="none means all")
-    parser.add_argument("--suite", type=Path, default=SUITE, help="as model_layers.py makes it")
+    parser.add_argument("--suite", type=Path, help="as model_layers.py makes it")
     parser.add_argument("--batches", nargs="*", type=int)
     parser.add_argument("--ops", nargs="*", default=GRADIENTS, help="conv_fwd too")
     parser.add_argument("--dtypes", nargs="*", default=["bfloat16"])
     parser.add_argument("--layouts", nargs="*", default=["NHWC"])
     parser.add_argument("--types", action="store_true", help="other dtypes and layouts, batch 32")
+    parser.add_argument("--others", action="store_true", help="other networks, batch 16, all types")
     parser.add_argument("--precision", choices=("high", "highest"), default="high")
     parser.add_argument("--samples", type=int, default=12)
     parser.add_argument("--stale", action="store_true", help="only rows missing or out of date")
@@ -260,8 +268,13 @@ def main() -> None:
     parser.add_argument("--git-sha", help="of the tree, where there is no git to ask")
     parser.add_argument("--results", type=Path)
     given = parser.parse_args()
-    given.results = given.results or (OF_TYPES if given.types else RESULTS)
-    given.batches = given.batches or ([TYPES_BATCH] if given.types else BATCHES)
+    suite, results, batches = SUITE, RESULTS, BATCHES
+    if given.types:
+        results, batches = OF_TYPES, (TYPES_BATCH,)
+    elif given.others:
+        suite, results, batches = OTHERS, OF_OTHERS, (OTHERS_BATCH,)
+    given.suite, given.results = given.suite or suite, given.results or results
+    given.batches = given.batches or batches
     bench = Bench(given.samples)
     started_s = time.monotonic()
     wanted = wanted_of(given)

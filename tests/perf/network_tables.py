@@ -17,6 +17,7 @@ __all__ = [
     "network_sums",
     "network_types_table",
     "networks_table",
+    "other_networks_table",
     "training_short_table",
     "training_table",
 ]
@@ -102,9 +103,9 @@ def _losses(rows: list[Record]) -> str:
     )
     mean = statistics.geometric_mean(ratio for found in ratios.values() for ratio in found)
     return (
-        f"Not everything is faster. Of dense layers, these are more than {1 - SLOWER:.0%} slower: "
-        f"{shares} (geometric mean of all: {mean:.2f}x). A network has no figure where the "
-        "kernel of one of its layers has changed since it was measured."
+        "Not everything is faster. The share of dense layers that are more than "
+        f"{1 - SLOWER:.0%} slower: {shares} (geometric mean of all: {mean:.2f}x). A network has "
+        "no figure where the kernel of one of its layers has changed since it was measured."
     )
 
 
@@ -126,6 +127,15 @@ def network_classes_table() -> str:
 def network_types_table() -> str:
     """The layers of all networks in other dtypes and layouts: the mean and the losses."""
     rows = records("network_types")
+    if not rows:
+        return ""
+    table = _by_group(rows, ("dtype", "layout", "class", "operation"), _type_of)
+    return "\n".join([*table, "", source_line(rows, "make bench-networks")])
+
+
+def other_networks_table() -> str:
+    """A sample of layers of networks that nothing was tuned for, in all types."""
+    rows = records("other_networks")
     if not rows:
         return ""
     table = _by_group(rows, ("dtype", "layout", "class", "operation"), _type_of)

@@ -47,6 +47,7 @@ TABLES: Mapping[Path, Mapping[str, Callable[[], str]]] = {
     SPEED: {
         "network_classes": network_tables.network_classes_table,
         "network_types": network_tables.network_types_table,
+        "other_networks": network_tables.other_networks_table,
         "training": network_tables.training_table,
         "host": network_tables.host_table,
         "losses": network_tables.losses_table,
@@ -80,6 +81,7 @@ OF_GPU: Mapping[str, tuple[str, ...]] = {
     "gpu": ("gpu",),
     "networks": ("networks", "network_classes"),
     "network_types": ("network_types",),
+    "other_networks": ("other_networks",),
     "poolings": ("poolings",),
 }
 

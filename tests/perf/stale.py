@@ -27,9 +27,10 @@ from tests.perf.layer_problems import problem_of
 __all__ = ["BENCHES", "stale_rows", "standing_keys", "why_stale"]
 
 RESULTS = Path(__file__).resolve().parent / "results"
-SUITE = Path(__file__).resolve().parent / "suite" / "networks.json"
+SUITE = Path(__file__).resolve().parent / "suite"
+SUITES = (SUITE / "networks.json", SUITE / "other_networks.json")
 # Whose rows say from which sources they were measured.
-BENCHES = ("gpu", "networks", "network_types", "poolings")
+BENCHES = ("gpu", "networks", "network_types", "other_networks", "poolings")
 
 
 def why_stale(row: Mapping[str, Any]) -> str | None:
@@ -61,7 +62,8 @@ def _planned(row: Mapping[str, Any]) -> str:
 
 @cache
 def _layers() -> dict[str, dict[str, Any]]:
-    return {layer["name"]: layer for layer in json.loads(SUITE.read_text(encoding="utf-8"))}
+    listed = (json.loads(suite.read_text(encoding="utf-8")) for suite in SUITES)
+    return {layer["name"]: layer for layers in listed for layer in layers}
 
 
 def stale_rows(rows: Iterable[Mapping[str, Any]]) -> list[str]:

@@ -100,7 +100,7 @@ CONV_REFUSALS: list[tuple[str, dict[str, Any], str]] = [
     (
         "conv_bwd_data",
         DATA | {"input_size": (1, 1), "padding": 0},
-        "the kernel reaches over 3 positions in spatial dimension 0 (size 3, dilation 1); "
+        "the kernel spans 3 positions in spatial dimension 0 (size 3, dilation 1); "
         "expected at most 1, the input's 1 with padding [0, 0]" + NCHW_KCRS,
     ),
     (
@@ -232,7 +232,7 @@ CONV_REFUSALS: list[tuple[str, dict[str, Any], str]] = [
     (
         "conv_fwd",
         FWD | {"dilation": 15},
-        "the kernel reaches over 31 positions in spatial dimension 0 (size 3, dilation 15); "
+        "the kernel spans 31 positions in spatial dimension 0 (size 3, dilation 15); "
         "expected at most 30, input's 30 with padding [0, 0]" + NCHW_KCRS,
     ),
     (
@@ -265,7 +265,7 @@ CONV_REFUSALS: list[tuple[str, dict[str, Any], str]] = [
     (
         "grouped_conv_conv_fwd",
         FUSED | {"weight1": ones(16, 64, 29, 29)},
-        "the kernel reaches over 29 positions in spatial dimension 0 (size 29, dilation 1); "
+        "the kernel spans 29 positions in spatial dimension 0 (size 29, dilation 1); "
         "expected at most 28, the intermediate's 28 with padding [0, 0]" + NCHW_KCRS,
     ),
     (

@@ -21,7 +21,7 @@ LAYOUT_REFUSALS: list[tuple[str, dict[str, Any], str]] = [
         "conv_bwd_data",
         {"grad_output": ones(2, 8, 8, 64), "weight": ones(64, 32, 3, 3), "layout": "NHWC"}
         | {"input_size": (8, 8), "padding": 1},
-        "the kernel reaches over 32 positions in spatial dimension 0 (size 32, dilation 1); "
+        "the kernel spans 32 positions in spatial dimension 0 (size 32, dilation 1); "
         "expected at most 10, the input's 8 with padding [1, 1]; layout is NHWC, weights KRSC",
     ),
     (

@@ -54,7 +54,7 @@ POOL_REFUSALS: list[tuple[str, dict[str, Any], str]] = [
     (
         "maxpool2d_bwd",
         INDICES | {"input": X},
-        "there are both of input and indices; expected one of them",
+        "both are given; expected either input or indices",
     ),
     (
         "maxpool2d_bwd",

@@ -38,6 +38,7 @@ state: dict[str, Any] = {"context": CONTEXT, "stream": STREAM, "capturing": 0, "
 hooks: dict[str, Callable[..., int]] = {}  # instead of the state, for threads
 launched: list[tuple[int, int]] = []  # stream, address of the kernel's structure
 set_anew: list[int] = []  # nodes of a graph
+copied: list[tuple[int, bytes]] = []  # by native code: where to, and what
 
 
 def write(at: int, value: int, kind: Any = POINTER) -> int:
@@ -51,6 +52,21 @@ def note(config: int, _: int, arguments: int, __: int) -> int:
     block = POINTER.from_address(arguments).value or 0
     launched.append((launch_plan.LaunchConfig.from_address(config).stream, block))
     return int(state["status"])
+
+
+def copier() -> Any:
+    """Return PyTorch's function that copies a tensor, which notes its calls."""
+    torch_c = _front._functions({})
+
+    def copy(into: int, source: int, non_blocking: int) -> int:
+        status = torch_c["aoti_torch_copy_"](POINTER(into), POINTER(source), non_blocking)
+        at, count = POINTER(), ctypes.c_int64()
+        torch_c["aoti_torch_get_data_ptr"](POINTER(into), ctypes.byref(at))
+        torch_c["aoti_torch_get_numel"](POINTER(into), ctypes.byref(count))
+        copied.append((at.value or 0, ctypes.string_at(at.value or 0, 2 * count.value)))
+        return int(status)
+
+    return ctypes.CFUNCTYPE(ctypes.c_int, POINTER, POINTER, ctypes.c_int32)(copy)
 
 
 class Graph:
@@ -154,11 +170,13 @@ def install(device: Device) -> list[Any]:
     _local.is_capturing = _front.is_capturing = lambda: bool(state["capturing"])
     _local._empty = torch._C._dynamo.guards._empty_strided_cpu
     kept = functions()
+    kept.append(copier())
     addresses = [ctypes.cast(each, POINTER).value or 0 for each in kept]
     driver = launch_plan.Driver(*addresses[:9])
     own = _front._functions({})["aoti_torch_cpu_convolution_backward"]
     symbols = {
         "aoti_torch_get_current_cuda_stream": addresses[9],
+        "aoti_torch_copy_": addresses[10],
         "aoti_torch_cuda_convolution_backward": ctypes.cast(own, POINTER).value or 0,
     }
     _use._override_once()
@@ -247,6 +265,24 @@ def check_threads(tensors: tuple[torch.Tensor, ...]) -> None:
     assert all(count >= 2 * 49 for count in seen), seen
 
 
+def check_copies(tensors: tuple[torch.Tensor, ...]) -> None:
+    """Kernels read copies of arguments that are not aligned or not dense."""
+    last = torch.channels_last
+    moved = torch.randn(4 * 64 * 14 * 14 + 1, dtype=torch.bfloat16)[1:].view(4, 14, 14, 64)
+    channels, one = draw(4, 192, 14, 14)[:, 64:128], draw(1, 1, 1, 1).expand(4, 64, 14, 14)
+    for given, answers in ((moved.permute(0, 3, 1, 2), (1, 1)), (channels, (0, 1)), (one, (0, 1))):
+        for answered_here in answers:
+            copied.clear()
+            call = partial(backward, (given, *tensors[1:]))
+            blocks = answered(call)[1]
+            assert bool(blocks) == bool(answered_here) == bool(copied)
+            for address, content in copied:
+                wanted = given.contiguous(memory_format=last).permute(0, 2, 3, 1).contiguous()
+                assert content == bytes(wanted.view(torch.int16).numpy())
+                found = [ctypes.string_at(block, 384) for _, block in blocks]
+                assert all(address.to_bytes(8, "little") in each for each in found)
+
+
 def check_pooling(indices: bool) -> None:
     """Both passes of a pooling are launched by native code, through autograd."""
     x = draw(4, 64, 16, 16).requires_grad_()
@@ -302,10 +338,7 @@ def main() -> None:
         same = same[0], same[0], same[2]
         for _ in range(2):  # in another call they may be two tensors
             assert not answered(lambda: backward(same))[1]
-        view = torch.randn(4 * 64 * 14 * 14 + 1, dtype=torch.bfloat16)[1:].view(4, 14, 14, 64)
-        moved = view.permute(0, 3, 1, 2), *first[1:]
-        assert not answered(lambda: backward(moved))[1], "not aligned"
-
+        check_copies(first)
         check_threads(first)
         for indices in (False, True):
             check_pooling(indices)

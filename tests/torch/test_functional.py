@@ -254,6 +254,15 @@ def test_an_empty_batch_is_no_error() -> None:
     assert not weight.grad.any()
 
 
+@pytest.mark.parametrize("ndim", [1, 2, 3])
+def test_second_derivatives_of_pooling_an_empty_batch_are_empty(ndim: int) -> None:
+    input = normal((0, 2, *(6,) * ndim))
+    output = getattr(ours, f"max_pool{ndim}d")(input, 2)
+    (gradient,) = torch.autograd.grad(output.square().sum(), input, create_graph=True)
+    (second,) = torch.autograd.grad(gradient.sum(), input)
+    assert second.shape == input.shape
+
+
 def test_refusals_say_what_was_expected(backend: ours.Backend) -> None:
     with ours.use(backend, fallback=False):
         with pytest.raises(ValueError, match="expected 4 dimensions, or 3 without a batch"):

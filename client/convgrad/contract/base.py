@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from convgrad.contract.fields import Names, Parsed, TensorType
+from convgrad.contract.fields import Flag, Names, Parsed, TensorType
 from convgrad.errors import MalformedRequest
 from convgrad.wire.sentences import shown
 
@@ -57,9 +57,8 @@ class Request(Parameters):
 
     operation: ClassVar[str]
 
-    deterministic: bool = Field(
+    deterministic: Flag = Field(
         default=True,
-        strict=True,
         description="The same bits for the same request on the same device model.",
     )
     response: Literal["npy", "data", "values"] = Field(

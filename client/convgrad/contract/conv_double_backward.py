@@ -29,11 +29,14 @@ class DoubleBackwardRequest(ConvRequest):
         "left out, it counts as zero.",
     )
     grad_grad_weight: Tensor | None = Field(
-        default=None, description="With respect to its grad_weight, of weight's shape; likewise."
+        default=None,
+        description="Gradient with respect to the backward pass's grad_weight, of weight's shape; "
+        "left out, it counts as zero.",
     )
     grad_grad_bias: Tensor | None = Field(
         default=None,
-        description="With respect to its grad_bias, one value for each output channel; likewise.",
+        description="Gradient with respect to the backward pass's grad_bias, one value for each "
+        "output channel; left out, it counts as zero.",
     )
     outputs: Annotated[
         tuple[SecondGradient, ...],

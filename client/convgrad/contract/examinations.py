@@ -14,7 +14,7 @@ import numpy as np
 from pydantic import Field, create_model
 
 from convgrad.contract.base import Request, is_tensor
-from convgrad.contract.fields import Int, Parsed, Tensor
+from convgrad.contract.fields import Flag, Int, Parsed, Tensor
 from convgrad.contract.judged_results import judged_results
 from convgrad.contract.operations import OPERATIONS, Operation
 from convgrad.contract.shared_tensors import SharedTensors
@@ -149,9 +149,8 @@ class TimeRequest(_Examination):
         description="`auto` also times PyTorch on the same tensors if it is installed on the "
         "server.",
     )
-    candidates: bool = Field(
+    candidates: Flag = Field(
         default=False,
-        strict=True,
         description="Also time the kernels that the plan passed over and that can run.",
     )
 

@@ -14,7 +14,7 @@ from numbers import Real
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler, Strict
+from pydantic import BeforeValidator, GetCoreSchemaHandler, GetJsonSchemaHandler, Strict
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
@@ -86,6 +86,10 @@ def _tensor(value: Any) -> np.ndarray[Any, Any]:
     if not isinstance(value, np.ndarray) or DType.of(value.dtype) is None:
         raise TypeError
     return value
+
+
+def _plain_flag(value: Any) -> Any:
+    return bool(value) if isinstance(value, np.bool_) else value
 
 
 def _int(value: Any) -> int:
@@ -270,4 +274,4 @@ Names = Annotated[
     ),
 ]
 """Names of tensors that are kept on a server, by the fields that they stand for."""
-Flag = Annotated[bool, Strict()]
+Flag = Annotated[bool, BeforeValidator(_plain_flag), Strict()]

@@ -110,8 +110,10 @@ def parse_benchdnn(text: str) -> Layer:
             )
         algorithm = _POOLINGS[said]
         kind = "pool" if algorithm == "max" else "avg_pool"
-    if "--mb" in options and options["--mb"].isdigit():
-        fields["mb"] = int(options["--mb"])
+    if (batch := options.get("--mb", "")) != "":
+        if not batch.isdecimal() or len(batch) > 12:
+            raise MalformedRequest(f"benchdnn option --mb is {batch[:32]!r}; expected a number")
+        fields["mb"] = int(batch)
     return _layer(kind, fields, name, options, include_padding=algorithm != "avg_np")
 
 

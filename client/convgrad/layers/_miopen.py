@@ -186,7 +186,7 @@ def _number(options: Mapping[str, str], letter: str, default: int) -> int:
     value = options.get(letter)
     if value is None:
         return default
-    if not value.isdigit() or len(value) > 12:
+    if not value.isdecimal() or len(value) > 12:
         raise MalformedRequest(
             f"MIOpenDriver option -{letter} is {value[:32]!r}; expected a number"
         )

@@ -23,11 +23,11 @@ These functions compute forward and backward on the backend that `use` was given
 
 =============================================  =====================================================
 `conv1d`, `conv2d`, `conv3d`                   as in ``torch.nn.functional``
-`conv_transpose1d` to `conv_transpose3d`       likewise, with ``output_padding``
-`max_pool1d`, `max_pool2d`, `max_pool3d`       likewise; the backward pass is deterministic
-`avg_pool1d` to `avg_pool3d`                   likewise
-`adaptive_avg_pool1d`, `adaptive_max_pool1d`   likewise, to 3d
-`max_unpool1d` to `max_unpool3d`               likewise
+`conv_transpose1d` to `conv_transpose3d`       the same, with ``output_padding``
+`max_pool1d`, `max_pool2d`, `max_pool3d`       the same; the backward pass is deterministic
+`avg_pool1d` to `avg_pool3d`                   the same
+`adaptive_avg_pool1d`, `adaptive_max_pool1d`   the same, up to 3d
+`max_unpool1d` to `max_unpool3d`               the same
 `separable_conv1d` to `separable_conv3d`       a depthwise and a pointwise convolution, as one
 `conv1d_input`, `conv1d_weight` to 3d          as in ``torch.nn.grad``
 `convolution_backward`                         as ``torch.ops.aten.convolution_backward``

@@ -28,7 +28,7 @@ def drop_in(
     Like PyTorch's functions it honours ``__torch_function__``, so that proxies of ``torch.fx`` and
     subclasses of tensors are not evaluated here. ``theirs`` computes what our operators have no
     rules for: calls within functorch's transforms or forward-mode differentiation, and tensors of
-    other devices, dtypes and layouts. Unless `use` was told otherwise (``fallback=False``), it also
+    other devices, dtypes and layouts. Unless `use` was called with ``fallback=False``, it also
     takes what ``ours`` refuses, and so computes it or raises PyTorch's own error.
 
     Parameters

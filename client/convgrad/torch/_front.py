@@ -43,6 +43,7 @@ _FUNCTIONS = (
     "aoti_torch_empty_strided",
     "aoti_torch_new_uninitialized_tensor",
     "aoti_torch_delete_tensor_object",
+    "aoti_torch_copy_",
     "torch_list_size",
     "torch_list_get_item",
     "torch_delete_list",
@@ -80,7 +81,7 @@ class _Operator(ctypes.Structure):
     )
 
 
-class _Output(ctypes.Structure):
+class _Dense(ctypes.Structure):
     _fields_ = (
         ("dim", _I64),
         ("sizes", _I64 * _MOST_DIMS),
@@ -102,8 +103,9 @@ class _Entry(ctypes.Structure):
         ("workspace_bytes", _U64),
         ("input_count", _U32),
         ("output_count", _U32),
-        ("inputs", _U32 * _MOST_INPUTS),
-        ("outputs", _Output * _MOST_OUTPUTS),
+        ("scattered", _U64),
+        ("inputs", _Dense * _MOST_INPUTS),
+        ("outputs", _Dense * _MOST_OUTPUTS),
     )
 
 
@@ -254,28 +256,33 @@ class Front:
                 return  # one tensor in two places: in the next call they may be two
             made = _tuple(result)
             slots = {id(each): index for index, each in enumerate(made)}
-            inputs = [places.get(id(noted.tensors[index]), -1) for index in runner.inputs]
+            inputs = [places.get(id(noted.given[index]), -1) for index in runner.inputs]
             outputs = [slots.get(id(noted.results[index]), -1) for index in runner.order]
             if -1 in inputs or -1 in outputs or len(inputs) > _MOST_INPUTS:
-                return  # a tensor was copied
-            tensors = [given[index] for index in inputs] + [made[index] for index in outputs]
-            plan = runner.prepared.native([each.data_ptr() for each in tensors], stream.value or 0)
+                return  # the override made it
+            read = [noted.tensors[index] for index in runner.inputs]
+            tensors = read + [made[index] for index in outputs]
+            # Where they might be next time: aligned.
+            addresses = [each.data_ptr() // ALIGNMENT_BYTES * ALIGNMENT_BYTES for each in tensors]
+            plan = runner.prepared.native(addresses, stream.value or 0)
             if plan is None:
                 return
             entry.plan, entry.context = plan.address, plan.context
             entry.workspace_bytes = runner.prepared.workspace_bytes
             entry.input_count, entry.output_count = len(inputs), len(outputs)
-            entry.inputs[: len(inputs)] = inputs
-            for index, slot in enumerate(outputs):
-                entry.outputs[index] = self._output(made[slot], slot)
+            for place, (index, slot) in enumerate(zip(runner.inputs, inputs, strict=True)):
+                entry.inputs[place] = self._dense(noted.tensors[index], slot)
+                entry.scattered |= (noted.tensors[index] is not noted.given[index]) << place
+            for place, slot in enumerate(outputs):
+                entry.outputs[place] = self._dense(made[slot], slot)
             kept.append(plan)
         if self._native.convgrad_front_remember(ctypes.byref(entry)):
             self._kept += entry, kept
             noted.counter.native.append(entry)
 
-    def _output(self, made: torch.Tensor, slot: int) -> _Output:
-        sizes, strides = (_I64 * _MOST_DIMS)(*made.shape), (_I64 * _MOST_DIMS)(*made.stride())
-        return _Output(made.dim(), sizes, strides, self._dtypes[made.dtype], slot)
+    def _dense(self, like: torch.Tensor, slot: int) -> _Dense:
+        sizes, strides = (_I64 * _MOST_DIMS)(*like.shape), (_I64 * _MOST_DIMS)(*like.stride())
+        return _Dense(like.dim(), sizes, strides, self._dtypes[like.dtype], slot)
 
 
 def install(overrides: dict[str, Callable[..., Any]]) -> Front | None:

@@ -18,10 +18,23 @@ __all__ = ["NOTED", "PASSES", "Noted", "Pass", "computable", "key_of", "prepared
 
 
 class Noted(NamedTuple):
-    """A call of a pass: its runner's tensors and results, or None if it is left to PyTorch."""
+    """A call of a pass.
+
+    Attributes
+    ----------
+    runner : Runner
+    counter : Counter
+    given : sequence of Tensor
+        The runner's tensors as the caller gave them.
+    tensors : sequence of Tensor
+        As the runner got them: copies of those that were not dense.
+    results : sequence of Tensor, optional
+        None if it is left to PyTorch.
+    """
 
     runner: Any
     counter: Counter
+    given: Sequence[torch.Tensor]
     tensors: Sequence[torch.Tensor]
     results: Sequence[torch.Tensor | None] | None
 
@@ -125,23 +138,24 @@ class Pass:
     def __call__(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         """Compute it; a result is None that the operation does not have."""
         given = tensors if self.all_in_order else [tensors[index] for index in self.inputs]
+        read = given
         if self.scattered:
-            given = list(given)
+            read = list(given)
             for place in self.scattered:
-                given[place] = dense(given[place], self.channels_last)
-        found, results = self.blank.copy(), self.runner(given)
+                read[place] = dense(given[place], self.channels_last)
+        found, results = self.blank.copy(), self.runner(read)
         for index, result in zip(self.outputs, results, strict=True):
             found[index] = result
         self.counter.calls += 1
         if NOTED.calls is not None:
-            NOTED.calls.append(Noted(self.runner, self.counter, given, results))
+            NOTED.calls.append(Noted(self.runner, self.counter, given, read, results))
         return found
 
     def leave(self, counter: Counter) -> None:
         """Count a call that is left to PyTorch."""
         counter.calls += 1
         if NOTED.calls is not None:
-            NOTED.calls.append(Noted(self.runner, counter, (), None))
+            NOTED.calls.append(Noted(self.runner, counter, (), (), None))
 
 
 PASSES: dict[Any, Pass | ServiceError] = {}

@@ -118,8 +118,9 @@ def uses_tf32(tensor: torch.Tensor) -> bool:
 
 def gather_maxima(planes: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     """Return the elements at the indices, each of which counts within its plane, in their shape."""
-    # `reshape`, because `flatten` has no rule for gradients in batches.
-    flat = [each.reshape(*each.shape[:2], -1) for each in (planes, indices)]
+    # `reshape`, because `flatten` has no rule for gradients in batches; -1 would be ambiguous for
+    # an empty batch.
+    flat = [each.reshape(*each.shape[:2], math.prod(each.shape[2:])) for each in (planes, indices)]
     return flat[0].gather(2, flat[1].long()).reshape(indices.shape)
 
 
@@ -127,8 +128,9 @@ def scatter_maxima(
     values: torch.Tensor, indices: torch.Tensor, size: Sequence[int]
 ) -> torch.Tensor:
     """Invert `gather_maxima`, for planes of ``size``: indices may repeat, and their values add."""
-    outer = values.shape[: values.dim() - len(size)]
-    flat = [each.reshape(*outer, -1) for each in (values, indices)]
+    dims = values.dim() - len(size)
+    outer = values.shape[:dims]
+    flat = [each.reshape(*outer, math.prod(each.shape[dims:])) for each in (values, indices)]
     planes = values.new_zeros((*outer, math.prod(size)))
     return planes.scatter_add(-1, flat[1].long(), flat[0]).reshape(*outer, *size)
 

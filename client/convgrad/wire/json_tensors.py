@@ -146,8 +146,8 @@ def _base64(text: Any, key: str, name: str, b64decode: Decode) -> bytes | bytear
         return b64decode(text)
     except ValueError:
         raise MalformedRequest(
-            f'{name}: "{key}" is not base64 (only A-Z a-z 0-9 + / and the right = padding, '
-            f"no line breaks)"
+            f'{name}: "{key}" is not base64 (A-Z a-z 0-9 + / with = padding at its end, '
+            "without line breaks)"
         ) from None
 
 

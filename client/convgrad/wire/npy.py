@@ -162,7 +162,7 @@ def _parsed(text: bytes) -> _Header | str:
     if extents[-1] == "":
         extents.pop()
     # No size in memory has more than 19 digits; longer numbers are invalid and slow to convert.
-    if not all(extent.isdigit() and len(extent) <= 19 for extent in extents):
+    if not all(extent.isdecimal() and len(extent) <= 19 for extent in extents):
         return "the .npy header's shape is not a list of sizes"
     return _Header(found["descr"], found["fortran_order"] == "True", tuple(map(int, extents)))
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from convgrad.dtypes import DType
 from convgrad.errors import MalformedRequest
 from convgrad.wire import strict_json
-from convgrad.wire.sentences import shown
+from convgrad.wire.sentences import shown, shown_count
 from convgrad.wire.shapes import (
     Buffer,
     array_view,
@@ -243,7 +243,9 @@ def _entry(name: str, entry: Any) -> Placed:
     dtype = DType.from_safetensors(entry["dtype"]) if isinstance(entry["dtype"], str) else None
     if dtype is None:
         known = ", ".join(member.safetensors for member in DType)
-        raise MalformedRequest(f"{label}: expected dtype {known}, got {shown(entry['dtype'])}")
+        raise MalformedRequest(
+            f"{label}: expected dtype to be one of {known}, got {shown(entry['dtype'])}"
+        )
     shape = checked_shape(entry["shape"], name=label)
     offsets = entry["data_offsets"]
     if (
@@ -271,7 +273,7 @@ def _refuse_holes(entries: Mapping[str, Placed], data_bytes: int | None) -> int:
         end_before = placed.end
     if data_bytes is not None and end_before != data_bytes:
         raise MalformedRequest(
-            f"the safetensors header describes {shown(end_before)} bytes of data, "
+            f"the safetensors header describes {shown_count(end_before)} bytes of data, "
             f"but {data_bytes} follow"
         )
     return end_before

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["shown"]
+__all__ = ["shown", "shown_count"]
 
 _TEXT_LIMIT = 40
 _INT_BITS_LIMIT = 128
@@ -19,9 +19,10 @@ def shown(value: Any) -> str:
         return "null"
     if isinstance(value, bool | np.bool_):
         return "true" if value else "false"
-    if isinstance(value, int):
+    if isinstance(value, int | np.integer):
+        value = int(value)
         bits = value.bit_length()
-        return str(int(value)) if bits <= _INT_BITS_LIMIT else f"an int of {bits} bits"
+        return str(value) if bits <= _INT_BITS_LIMIT else f"an int of {bits} bits"
     if isinstance(value, float):
         return repr(float(value))
     if isinstance(value, str):
@@ -34,7 +35,13 @@ def shown(value: Any) -> str:
         return "an object"
     if isinstance(value, np.ndarray):
         return f"an array of {value.dtype} and shape {tuple(value.shape)}"
-    return f"a {type(value).__name__[:_TEXT_LIMIT]}"
+    return f"an object of type {type(value).__name__[:_TEXT_LIMIT]}"
+
+
+def shown_count(count: int) -> str:
+    """Format a number of bytes or elements, which may have any size."""
+    bits = count.bit_length()
+    return str(count) if bits <= _INT_BITS_LIMIT else f"about 1e{bits * 30103 // 100000}"
 
 
 def _quoted(text: str) -> str:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from convgrad.dtypes import DType
 from convgrad.errors import MalformedRequest
-from convgrad.wire.sentences import shown
+from convgrad.wire.sentences import shown, shown_count
 
 __all__ = [
     "Buffer",
@@ -62,7 +62,7 @@ def checked_dtype(dtype: Any, *, name: str) -> DType:
     """Return the member that ``dtype`` names, or raise MalformedRequest."""
     if isinstance(dtype, str) and dtype in DType.__members__.values():
         return DType(dtype)
-    raise MalformedRequest(f"{name}: expected dtype to be {_DTYPES}, got {shown(dtype)}")
+    raise MalformedRequest(f"{name}: expected dtype to be one of {_DTYPES}, got {shown(dtype)}")
 
 
 def checked_bytes(dtype: DType, shape: tuple[int, ...], found_bytes: int, *, name: str) -> int:
@@ -71,7 +71,7 @@ def checked_bytes(dtype: DType, shape: tuple[int, ...], found_bytes: int, *, nam
     needed_bytes = math.prod(shape) * dtype.itemsize
     if needed_bytes != found_bytes:
         raise MalformedRequest(
-            f"{name}: shape {shown(shape)} of {dtype} takes {shown(needed_bytes)} bytes, "
+            f"{name}: shape {shown(shape)} of {dtype} takes {shown_count(needed_bytes)} bytes, "
             f"got {found_bytes}"
         )
     return needed_bytes

@@ -1425,13 +1425,13 @@ export interface components {
             grad_grad_input?: components["schemas"]["FloatTensor"] | null;
             /**
              * Grad Grad Weight
-             * @description With respect to its grad_weight, of weight's shape; likewise.
+             * @description Gradient with respect to the backward pass's grad_weight, of weight's shape; left out, it counts as zero.
              * @default null
              */
             grad_grad_weight?: components["schemas"]["FloatTensor"] | null;
             /**
              * Grad Grad Bias
-             * @description With respect to its grad_bias, one value for each output channel; likewise.
+             * @description Gradient with respect to the backward pass's grad_bias, one value for each output channel; left out, it counts as zero.
              * @default null
              */
             grad_grad_bias?: components["schemas"]["FloatTensor"] | null;
@@ -1795,13 +1795,13 @@ export interface components {
             grad_grad_input?: components["schemas"]["FloatTensor"] | null;
             /**
              * Grad Grad Weight
-             * @description With respect to its grad_weight, of weight's shape; likewise.
+             * @description Gradient with respect to the backward pass's grad_weight, of weight's shape; left out, it counts as zero.
              * @default null
              */
             grad_grad_weight?: components["schemas"]["FloatTensor"] | null;
             /**
              * Grad Grad Bias
-             * @description With respect to its grad_bias, one value for each output channel; likewise.
+             * @description Gradient with respect to the backward pass's grad_bias, one value for each output channel; left out, it counts as zero.
              * @default null
              */
             grad_grad_bias?: components["schemas"]["FloatTensor"] | null;

@@ -108,7 +108,7 @@ class Backend(Protocol):
         tensors
             The problem's inputs by name, with its shapes, dtypes and layout.
         cancelled
-            Set once the result is no longer needed. A `Cancellation` is told of each step.
+            Set once the result is no longer needed. A `Cancellation` is notified of each step.
         out
             Arrays for outputs, by name. If the backend uses one, the outcome contains that array.
 

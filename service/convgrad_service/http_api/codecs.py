@@ -303,8 +303,8 @@ def json_answer(
 ) -> list[Chunk]:
     """Encode ``{"grad_input": {...}, "report": {...}}`` with tensors in ``form``.
 
-    Base64 is encoded block by block when it is sent. Of outputs in ``store`` only the name there is
-    sent, and their elements are not read.
+    Base64 is encoded block by block when it is sent. For outputs in ``store``, only the name there
+    is sent, and their elements are not read.
     """
     chunks: list[Chunk] = [b"{"]
     for name, array in outputs.items():

@@ -16,6 +16,11 @@ _ITEM = re.compile(r'(?:[^,"]|"(?:[^"\\]|\\.)*")+')
 _MAX_RANGES = 64  # more than any client sends
 
 
+def _alternatives(names: Sequence[str]) -> str:
+    *others, last = names
+    return f"{', '.join(others)} or {last}" if others else last
+
+
 def match_content_type(header: str | None, known: Sequence[str]) -> str:
     """Return the one of ``known`` that a Content-Type names.
 
@@ -26,7 +31,7 @@ def match_content_type(header: str | None, known: Sequence[str]) -> str:
     UnsupportedMediaType
         It names none, or is missing.
     """
-    expected = " or ".join(known)
+    expected = _alternatives(known)
     if header is None:
         raise UnsupportedMediaType(f"the request has no Content-Type; expected {expected}")
     media_type, parameters = _parse(header)
@@ -69,7 +74,7 @@ def choose_accepted(header: str | None, known: Sequence[str], preferred: str) ->
     best = max([preferred, *known], key=quality)
     if quality(best) <= 0:
         raise NotAcceptable(
-            f"Accept is {header[:200]!r}; this server answers with {' or '.join(known)}"
+            f"Accept is {header[:200]!r}; this server answers with {_alternatives(known)}"
         )
     return best
 
@@ -79,7 +84,7 @@ def refuse_encoded(content_encoding: str) -> None:
     encoding = content_encoding.strip().lower()
     if encoding not in ("", "identity"):
         raise EncodingRefused(
-            f"the Content-Encoding is {encoding[:64]!r}; expected the body as it is (identity)"
+            f"the Content-Encoding is {encoding[:64]!r}; expected an uncompressed body (identity)"
         )
 
 

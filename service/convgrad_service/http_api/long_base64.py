@@ -129,6 +129,6 @@ class _DeferredBase64(DeferredTensor):
 
     def _refusal(self) -> MalformedRequest:
         return MalformedRequest(
-            f"{self._name}: its text is not base64 (only A-Z a-z 0-9 + / and the right = padding "
-            "at its end, no line breaks)"
+            f"{self._name}: its text is not base64 (A-Z a-z 0-9 + / with = padding at its "
+            "end, without line breaks)"
         )

@@ -120,7 +120,14 @@ class InferTransport(HttpTransport):
         return header_bytes
 
     def decode(self) -> Decoded:
-        request = read_infer_head(self.text.data, self.operation, self.data_bytes)
+        try:
+            request = read_infer_head(self.text.data, self.operation, self.data_bytes)
+        except MalformedRequest as error:
+            if self._header_bytes is None and b'"binary_data_size"' in bytes(self.text.data):
+                raise MalformedRequest(
+                    f"{error.detail}; binary data needs the header Inference-Header-Content-Length"
+                ) from None
+            raise
         sources: dict[str, Source] = {}
         spans = []
         for tensor in request.inputs:

@@ -36,6 +36,7 @@ from convgrad_service.http_api.openapi_parts import (
     answer_schema,
     described,
     error_response,
+    error_responses,
     for_generators,
     form_schema,
     header,
@@ -135,6 +136,7 @@ def _document(app: FastAPI, settings: Settings) -> dict[str, Any]:
         found.update(_schemas(answer, "serialization"))
     schemas.update(sorted(found.items()))
     schemas.update(named_schemas())
+    document["components"]["responses"] = error_responses()
     for methods in document["paths"].values():
         for item in methods.values():
             if "422" in item["responses"] or "requestBody" in item:

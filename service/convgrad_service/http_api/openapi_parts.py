@@ -146,7 +146,17 @@ def responses_of(success: Mapping[str, Any], statuses: Iterable[int]) -> dict[st
 
 
 def error_response(status: int) -> dict[str, Any]:
-    """Describe the error answer with this status."""
+    """Refer to the error answer with this status, see `error_responses`."""
+    return {"$ref": f"#/components/responses/Error{status}"}
+
+
+def error_responses() -> dict[str, Any]:
+    """Return the error answers by name; each is the answer of nearly every operation."""
+    statuses = sorted({row.http_status for row in CODES.values()})
+    return {f"Error{status}": _error_response(status) for status in statuses}
+
+
+def _error_response(status: int) -> dict[str, Any]:
     codes = [row.code for row in CODES.values() if row.http_status == status]
     headers = dict(ANSWER_HEADERS)
     if status in (429, 503):

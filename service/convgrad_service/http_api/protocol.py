@@ -204,15 +204,21 @@ class GuardedProtocol(HttpToolsProtocol):
         self.flow.read_paused = False
 
     @property
+    def asking_since_s(self) -> float | None:
+        """When the head began that has not arrived completely, if no request is being answered."""
+        cycle: RequestResponseCycle | None = self.cycle  # None before the first request
+        if self._head_timer is None or not (cycle is None or cycle.response_complete):
+            return None
+        return self._head_timer.when() - self.settings.header_timeout_s
+
+    @property
     def waiting_since_s(self) -> float | None:
         """When the client had its answer, or connected, if nothing has come from it since."""
         if self.transport.is_closing():
             return None
         if (timer := self.timeout_keep_alive_task) is not None:
             return timer.when() - self.timeout_keep_alive
-        if self.has_asked or (timer := self._head_timer) is None:
-            return None
-        return timer.when() - self.settings.header_timeout_s
+        return None if self.has_asked else self.asking_since_s
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -349,7 +355,7 @@ def check_head(version: str, headers: Sequence[tuple[bytes, bytes]]) -> None:
     hosts = [value for name, value in headers if name == b"host"]
     listed = b",".join([value for name, value in headers if name == b"transfer-encoding"])
     if len(hosts) != 1 and (hosts or version == "1.1"):
-        raise HeadRefused(400, f"the request has {len(hosts)} Host headers; expected one")
+        raise HeadRefused(400, f"expected one Host header, got {len(hosts)}")
     if hosts and not _HOST.fullmatch(hosts[0]):
         raise HeadRefused(400, f"Host is {shown(hosts[0].decode('latin-1'))}, not a valid host")
     if listed and version == "1.0":

@@ -24,6 +24,7 @@ VERSION = "1"
 """The only version of every model."""
 
 Kind = Literal["system", "cuda"]
+_TITLES: Mapping[Kind, str] = {"system": "system", "cuda": "CUDA"}
 
 
 def operation_named(model: str, version: str = "") -> Operation:
@@ -159,8 +160,8 @@ class SharedMemory:
     def _require(self, kind: Kind) -> None:
         if kind not in self._kinds:
             raise UnsupportedProblem(
-                f"{kind} shared memory is not enabled on this server; "
-                f"CONVGRAD_{kind.upper()}_SHARED_MEMORY=true enables it where the server is started"
+                f"{_TITLES[kind]} shared memory is not enabled on this server; to enable it, start "
+                f"the server with CONVGRAD_{kind.upper()}_SHARED_MEMORY=true"
             )
 
 

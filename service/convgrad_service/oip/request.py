@@ -19,7 +19,7 @@ from convgrad.contract import Operation
 from convgrad.dtypes import DType
 from convgrad.errors import MalformedRequest
 from convgrad.wire import strict_json
-from convgrad.wire.sentences import shown
+from convgrad.wire.sentences import shown, shown_count
 from convgrad_service.engine.execution import Filler
 from convgrad_service.engine.shm.registry import RegionPart
 
@@ -69,7 +69,7 @@ def dtype_named(name: Any, *, tensor: str) -> DType:
     dtype = _DTYPES.get(name) if isinstance(name, str) else None
     if dtype is None:
         raise MalformedRequest(
-            f"{tensor}: expected datatype to be {', '.join(_DTYPES)}, got {shown(name)}"
+            f"{tensor}: expected datatype to be one of {', '.join(_DTYPES)}, got {shown(name)}"
         )
     return dtype
 
@@ -200,7 +200,7 @@ class InferInput:
             if needed_bytes != self.source.size_bytes:
                 raise MalformedRequest(
                     f"{self.name}: shape {shown(self.shape)} of {protocol_name(self.dtype)} takes "
-                    f"{shown(needed_bytes)} bytes, got {shown(self.source.size_bytes)}"
+                    f"{shown_count(needed_bytes)} bytes, got {self.source.size_bytes}"
                 )
 
 

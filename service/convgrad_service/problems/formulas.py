@@ -46,7 +46,7 @@ def conv_output_size(
         padded = size + before + after + (s - 1 if ceil_mode else 0)
         if reach > padded:
             raise InconsistentSizes(
-                f"the kernel reaches over {show(reach)} positions in spatial dimension {i} "
+                f"the kernel spans {show(reach)} positions in spatial dimension {i} "
                 f"(size {show(k)}, dilation {show(d)}); expected at most {show(padded)}, {name}'s "
                 f"{show(size)} with padding [{show(before)}, {show(after)}]"
                 + (f" and, in ceil_mode, stride {show(s)} - 1" if ceil_mode else "")

@@ -92,8 +92,8 @@ def ungrouped(layout: Layout) -> Layout:
 def check_one_source(input: NDArray[Any] | None, indices: NDArray[Any] | None) -> None:
     """Raise InvalidProblem unless a max pooling's gradient has either an input or indices."""
     if (input is None) == (indices is None):
-        found = "neither" if input is None else "both"
-        raise InvalidProblem(f"there are {found} of input and indices; expected one of them")
+        found = "neither input nor indices is given" if input is None else "both are given"
+        raise InvalidProblem(f"{found}; expected either input or indices")
 
 
 def source_size(

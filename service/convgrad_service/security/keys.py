@@ -232,7 +232,7 @@ def _limit(word: str) -> tuple[str, Any]:
         return name.removeprefix(_LIMIT), kind.validate_python(value)
     except ValidationError as error:
         raise KeysError(
-            f"{name}: {error.errors()[0]['msg']}, or none; got {value[:64]!r}"
+            f"{name}: {error.errors()[0]['msg']}, got {value[:64]!r} ('none' means no limit)"
         ) from None
 
 

@@ -118,8 +118,9 @@ class ConnectionDispatcher:
     """
 
     def __init__(self, listening: socket.socket) -> None:
-        self._source = ConnectionSource(listening, self._dispatch)
+        self._listening, self._source = listening, ConnectionSource(listening, self._dispatch)
         self._receivers: deque[socket.socket] = deque()
+        self._is_closed = False
 
     def add(self, receiver: socket.socket) -> None:
         """Add a receiving process: this side of its SOCK_SEQPACKET socket pair."""
@@ -134,18 +135,26 @@ class ConnectionDispatcher:
         receiver.close()
         if not self._receivers:
             self._source.close()
+            if self._is_closed:
+                self._listening.close()
+
+    def close(self) -> None:
+        """Refuse connections once the last receiver is gone, instead of letting them wait."""
+        self._is_closed = True
 
     def _dispatch(self, connection: socket.socket) -> bool:
         """Pass a connection to the next receiver that takes it, or else close it."""
         with connection:
-            for _ in range(len(self._receivers)):
-                receiver = self._receivers[0]
+            for receiver in tuple(self._receivers):
                 self._receivers.rotate(-1)
                 try:
                     socket.send_fds(receiver, [b"."], [connection.fileno()])
+                except BrokenPipeError:
+                    self.remove(receiver)  # it has ended, or takes no more
                 except OSError:
-                    continue  # the process has ended, or does not read, with too many on the way
-                return True
+                    continue  # it does not read, with too many on the way
+                else:
+                    return True
         return False
 
 

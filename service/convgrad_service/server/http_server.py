@@ -136,13 +136,17 @@ class ConvgradServer(uvicorn.Server):
         """Abort the connection that has waited longest for a request; return whether there is one.
 
         Of those that have waited for `_PATIENCE_S`, connections that never sent any come first:
-        a client that opens many does not displace the others'.
+        a client that opens many does not displace the others'. Those that have sent half of a
+        request's head come last.
         """
         latest_s = asyncio.get_running_loop().time() - _PATIENCE_S
         waiting = [
-            (connection.has_asked, since_s, id(connection), connection)
+            (asking, connection.has_asked, since_s, id(connection), connection)
             for connection in self._connections()
-            if (since_s := connection.waiting_since_s) is not None and since_s < latest_s
+            for asking, since_s in enumerate(
+                (connection.waiting_since_s, connection.asking_since_s)
+            )
+            if since_s is not None and since_s < latest_s
         ]
         if waiting:
             # Nothing is left to send, and close would wait for a TLS client's farewell.

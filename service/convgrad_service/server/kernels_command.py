@@ -33,7 +33,9 @@ def kernels(argv: Sequence[str] | None = None) -> int:
         nvrtc = find_nvrtc(_newest_cuda())
         architectures = options.arch or [describe(0).architecture]
     except (CompileError, DeviceUnavailable) as missing:
-        hint = "" if isinstance(missing, CompileError) else "; --arch names one that is not here"
+        hint = (
+            "" if isinstance(missing, CompileError) else "; to compile for another GPU, use --arch"
+        )
         print(f"convgrad kernels: {missing}{hint}", file=sys.stderr)
         return 1
     failed = 0

@@ -35,7 +35,7 @@ def add_metrics(hub: Hub) -> Metrics:
     gauge("front_ends_missing", "Front ends that are not serving.", lambda: len(children.missing))
     ended, hung, failed = children.ended, children.hung, children.failed_starts
     total("children_ended", "Child processes that exited unexpectedly.", lambda: ended, "name")
-    text = "Of those, processes killed because they sent no heartbeats or made no progress."
+    text = "Child processes killed because they sent no heartbeats or made no progress."
     total("children_hung", text, lambda: hung, "name")
     text = "Failed attempts to start a child process; each is retried."
     total("child_start_failures", text, lambda: failed, "name")

@@ -77,7 +77,7 @@ class ProcessTree:
         self._front_tasks: list[asyncio.Task[None]] = []
         self.local_tasks: list[asyncio.Task[None]] = []
         self._watchdog: asyncio.Task[None] | None = None
-        self._grpc_port: SharedPort | None = None
+        self._ports: list[ConnectionDispatcher | SharedPort] = []
         self._stop_front_ends = asyncio.Event()
         self._stop_management = asyncio.Event()
         self._metrics: Metrics
@@ -133,10 +133,11 @@ class ProcessTree:
             await self._serve_locally(partial(serve_http, source=self._listening), stop)
             self._front_tasks += self.local_tasks
             return grpc_port
-        self._grpc_port = shared = self._shared_port()
+        shared = self._shared_port()
         serve = partial(serve_grpc, shared_port=shared.number)
         grpc = self._start_front("convgrad-grpc", serve, shared)
         dispatcher = ConnectionDispatcher(self._listening)
+        self._ports += [shared, dispatcher]
         http = [
             self._start_front(f"convgrad-http-{number}", serve_http, dispatcher)
             for number in range(count)
@@ -155,8 +156,8 @@ class ProcessTree:
         self.hub.draining = True
         self.hub.publish()
         self._stop_front_ends.set()
-        if self._grpc_port is not None:
-            self._grpc_port.close()
+        for port in self._ports:
+            port.close()
         for front in self._fronts:
             front.drain()
         if self._front_tasks:
@@ -174,8 +175,8 @@ class ProcessTree:
             if task is not None:
                 task.cancel()
         await asyncio.gather(*self.local_tasks, *self._front_tasks, return_exceptions=True)
-        if self._grpc_port is not None:
-            self._grpc_port.close()
+        for port in self._ports:
+            port.close()
         self.hub.close()
         await self.supervisor.stop()
 

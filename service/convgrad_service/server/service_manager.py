@@ -1,4 +1,4 @@
-"""What a service manager such as systemd (``Type=notify``) is told; and SIGHUP, which it sends."""
+"""Notifications to a service manager such as systemd (``Type=notify``); SIGHUP, which it sends."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def notify(state: str) -> None:
 def ending_signals() -> list[signal.Signals]:
     """Return the signals that end the server; must be called before any is handled.
 
-    SIGHUP is one if a terminal started the server, which sends it when it closes. Of others it asks
-    to read files again, which happens without it: it is ignored.
+    A terminal that closes sends SIGHUP to the programs started in it, which then ends the server.
+    Elsewhere SIGHUP is a request to read files again, which happens without it: it is ignored.
     """
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN and os.isatty(0):
         return [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]

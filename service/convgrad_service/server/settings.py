@@ -325,6 +325,7 @@ class Settings(BaseSettings):
     )
     max_header_bytes: _Bytes = Field(
         default=ByteSize(64 * _KiB),
+        ge=_KiB,  # or health checks would be refused
         description="Maximum size of the request line and headers together.",
     )
     max_connections: _Count = Field(

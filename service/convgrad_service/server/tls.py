@@ -105,8 +105,8 @@ def _files(settings: Settings) -> _Files | None:
         return certificate, key, authority
     if certificate or key or authority:
         raise TlsError(
-            "tls_certificate and tls_key belong together, and tls_client_ca to both; expected "
-            "all that are needed, or none for plain text"
+            "tls_certificate and tls_key must be set together, and tls_client_ca only with both; "
+            "set none of the three for plain text"
         )
     return None
 

@@ -52,7 +52,8 @@ LAYOUTS = {1: ("NCW", "NWC"), 2: ("NCHW", "NHWC"), 3: ("NCDHW", "NDHWC")}
 def test_plans_are_of_this_kernel(case: Case) -> None:
     for layout in LAYOUTS[case.ndim]:
         problem, _ = problem_and_tensors(case, drawn(0, case, "float32", "exact")[0], layout)
-        assert plan_for(problem, H200, FAMILIES).kernel.startswith("first_forward")
+        kernel = plan_for(problem, H200, FAMILIES).kernel
+        assert kernel.startswith(("first_forward", "few_sources")), kernel
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)

@@ -13,8 +13,8 @@ from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import Fragment
 from convgrad_service.plans.cuda.works import ConvWork
 from tests.emulator.backend import EmulatedBackend, works_here
-from tests.support.kernels.harness import answers, check, drawn, gates, with_layouts
-from tests.support.numerics.cases import FROM_CONV, Case
+from tests.support.kernels.harness import gates, with_layouts
+from tests.support.numerics.cases import FROM_CONV
 from tests.support.numerics.geometries import Conv
 from tests.support.numerics.nonfinite import check_rule
 
@@ -61,15 +61,6 @@ def emulated() -> EmulatedBackend:
     return EmulatedBackend(replace(FAMILIES, bwd_weight=(Few(),)))
 
 
-def gates_of_float32(backend: Backend, seed: int, case: Case, precision: str) -> None:
-    case = case.with_params(precision, precision=precision)
-    for gate in ("exact", "bounded"):
-        tensors, wanted = drawn(seed, case, "float32", gate)
-        found = answers(backend, case, tensors, with_layouts(case.ndim, grouped=False)[-1])
-        tf32 = 2.0**-10 if precision == "high" else 0.0
-        check(found, wanted, gate, f"seed {seed}, {case.id}", tf32)
-
-
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("name", CASES)
 def test_gates(backend: Backend, seed: int, name: str, dtype: str) -> None:
@@ -108,25 +99,4 @@ def test_emulated_float16(seed: int, name: str) -> None:
 def test_emulated_nonfinite(seed: int, name: str) -> None:
     check_rule(
         emulated(), seed, CASES[name], "bfloat16", with_layouts(CASES[name].ndim, grouped=False)[-1]
-    )
-
-
-@pytest.mark.parametrize("precision", ["high", "highest"])
-@pytest.mark.parametrize("name", CASES)
-def test_float32(backend: Backend, seed: int, name: str, precision: str) -> None:
-    gates_of_float32(backend, seed, CASES[name], precision)
-
-
-@emulation
-@pytest.mark.parametrize("precision", ["high", "highest"])
-@pytest.mark.parametrize("name", CASES)
-def test_emulated_float32(seed: int, name: str, precision: str) -> None:
-    gates_of_float32(emulated(), seed, CASES[name], precision)
-
-
-@emulation
-@pytest.mark.parametrize("name", NONFINITE)
-def test_emulated_float32_nonfinite(seed: int, name: str) -> None:
-    check_rule(
-        emulated(), seed, CASES[name], "float32", with_layouts(CASES[name].ndim, grouped=False)[-1]
     )

@@ -29,6 +29,8 @@ from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm import Pointwise
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_tiles import (
     Config as PointwiseConfig,
 )
+from convgrad_service.backends.cuda.kernels.conv.simt_gemm import Config as SimtConfig
+from convgrad_service.backends.cuda.kernels.conv.simt_gemm import SimtGemm
 from convgrad_service.backends.cuda.kernels.conv.split_gather import SplitGather
 from convgrad_service.backends.cuda.kernels.conv.split_weight import SplitWeight
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_pairs import DepthwisePairs
@@ -121,6 +123,19 @@ def implicit_gemm(config: Config | None = None) -> Families:
     """implicit_gemm for every convolution that it can compute, however many channels it has; the
     general kernels for the others. ``config`` in place of the plan's own."""
     gemm = ImplicitGemm(config)
+    return replace(
+        FAMILIES,
+        fwd=[gemm, GatherDirect()],
+        bwd_data=[gemm, GatherDirect()],
+        bwd_weight=[gemm, WeightDirect()],
+        fused=(),
+    )
+
+
+def simt_gemm(config: SimtConfig | None = None) -> Families:
+    """simt_gemm for every convolution that it can compute, of any size; the general kernels for the
+    others. ``config`` in place of the plan's own."""
+    gemm = SimtGemm(config=config)
     return replace(
         FAMILIES,
         fwd=[gemm, GatherDirect()],

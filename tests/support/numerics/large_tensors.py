@@ -154,7 +154,7 @@ LARGE = {
     "first_taps_of_one_image": LargeCase(
         WEIGHT, replace(FIRST, n=1), 43_200, "hopper_first_taps", "H", params=WIDE
     ),
-    "first_split": LargeCase(WEIGHT, FIRST, 14_400, "hopper_first_split", dtype="float32"),
+    "first_weight": LargeCase(WEIGHT, FIRST, 14_400, "first_weight", dtype="float32"),
     "pairs": LargeCase(DATA, depthwise(256, 5), 900, "depthwise_pairs"),
     "pairs_forward": LargeCase("conv_fwd", depthwise(256, 7), 900, "depthwise_pairs"),
     "weight_direct": LargeCase(

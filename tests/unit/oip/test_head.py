@@ -158,7 +158,7 @@ def test_long_nested_lists_are_bounded() -> None:
         ({"inputs": [{**NUMBERS, "name": 3}]}, "expected a string, got 3"),
         ({"inputs": [{**NUMBERS, "name": "bias"}]}, "no input .bias.; its inputs are grad_output"),
         ({"inputs": [NUMBERS, NUMBERS]}, "is repeated"),
-        ({"inputs": [{**NUMBERS, "datatype": "FP8"}]}, "expected datatype to be FP16"),
+        ({"inputs": [{**NUMBERS, "datatype": "FP8"}]}, "expected datatype to be one of FP16"),
         ({"inputs": [{**NUMBERS, "datatype": None}]}, "got null"),
         ({"inputs": [{**NUMBERS, "shape": [-1, 4]}]}, "expected ints >= 0 in shape, got -1"),
         ({"inputs": [{**NUMBERS, "shape": [4.0]}]}, "got 4.0"),

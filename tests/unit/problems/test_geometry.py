@@ -54,7 +54,7 @@ def test_conv_output_size(size: int, k: int, s: int, pad: tuple[int, int], d: in
     if fits:
         assert conv_output_size("input", (size,), (k,), (s,), (pad,), (d,)) == (fits,)
     else:
-        with pytest.raises(InvalidProblem, match="the kernel reaches over"):
+        with pytest.raises(InvalidProblem, match="the kernel spans"):
             conv_output_size("input", (size,), (k,), (s,), (pad,), (d,))
 
 

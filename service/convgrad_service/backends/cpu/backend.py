@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from convgrad.errors import DeadlineExceeded, DeviceOutOfMemory, UnsupportedProblem
 from convgrad_service.backends.base import OnHost, Outcome, Plan
 from convgrad_service.backends.cpu.library import load
+from convgrad_service.backends.cpu.replay import Recordings
 from convgrad_service.backends.cpu.runner import Machine
 from convgrad_service.backends.cpu.runners import RUNNERS
 from convgrad_service.backends.cpu.threads import Workers
@@ -65,6 +66,7 @@ class CpuBackend(OnHost):
             Workers(threads, keep_bytes=workspace_limit_bytes // 4),
             CpuDevice(library.level, threads, workspace_limit_bytes),
         )
+        self._recordings = Recordings()
 
     @property
     def device(self) -> CpuDevice:
@@ -88,13 +90,17 @@ class CpuBackend(OnHost):
             if problem.flops < WATCHED_FLOPS and problem.memory_bytes < WATCHED_BYTES:
                 cancelled = None
         started = time.perf_counter()
-        workers = self._machine.workers
+        machine = replace(self._machine, out=out) if out else self._machine
+        workers = machine.workers
         if workers.threads > 1:
             workers.wake(sum([array.nbytes for array in tensors.values()]) // HELPED_BYTES)
-        whole = {name: _in_elements(array) for name, array in tensors.items()}
         try:
-            machine = replace(self._machine, out=out) if out else self._machine
-            ran = runner(machine, problem, whole, cancelled)
+            recording = self._recordings.of(self._machine, runner, problem, tensors, out)
+            if recording is not None:
+                ran = recording.run(machine, tensors)
+            else:
+                whole = {name: _in_elements(array) for name, array in tensors.items()}
+                ran = runner(machine, problem, whole, cancelled)
         except MemoryError as error:
             raise DeviceOutOfMemory(
                 f"there is not enough free memory for {problem.operation}: {error}"

@@ -10,7 +10,6 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from convgrad_service.backends.cpu.engines import forward_into
@@ -51,22 +50,22 @@ def run_fused(
         part: Any = piece.problem
         source = tensors["input"][piece.inputs["input"]]
         target = output[piece.outputs["output"]]
-        between = np.empty(part.intermediate.shape, part.dtype.numpy)
         layout, first, second = part.layout, part.conv0, part.conv1
-        choice0, used0 = forward_into(
-            machine, first, part.dtype, activation_view(source, layout, first.groups),
-            weights[0], activation_view(between, layout, first.groups),
-            bias=biases[0], activation=part.activation0, cancelled=cancelled,
-        )  # fmt: skip
-        # The second convolution may have another number of groups.
-        regrouped = _regrouped(activation_view(between, layout, first.groups), second.groups)
-        choice1, used1 = forward_into(
-            machine, second, part.dtype, regrouped,
-            weights[1], activation_view(target, layout, second.groups),
-            bias=biases[1], activation=part.activation1, cancelled=cancelled,
-        )  # fmt: skip
+        with machine.workers.workspaces.array(part.intermediate) as between:
+            choice0, used0 = forward_into(
+                machine, first, part.dtype, activation_view(source, layout, first.groups),
+                weights[0], activation_view(between, layout, first.groups),
+                bias=biases[0], activation=part.activation0, cancelled=cancelled,
+            )  # fmt: skip
+            # The second convolution may have another number of groups.
+            regrouped = _regrouped(activation_view(between, layout, first.groups), second.groups)
+            choice1, used1 = forward_into(
+                machine, second, part.dtype, regrouped,
+                weights[1], activation_view(target, layout, second.groups),
+                bias=biases[1], activation=part.activation1, cancelled=cancelled,
+            )  # fmt: skip
         choices = choice0, choice1
-        used = max(used, between.nbytes + max(used0, used1))
+        used = max(used, part.intermediate.size_bytes + max(used0, used1))
     return Ran(
         {"output": output},
         " + ".join(choice.kernel for choice in choices),

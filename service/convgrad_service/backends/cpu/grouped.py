@@ -160,7 +160,9 @@ class _Prepared:
 
     def args(self) -> PlanarArgs:
         """Return a copy for one launch."""
-        return PlanarArgs.from_buffer_copy(self.template)
+        args = PlanarArgs.from_buffer_copy(self.template)
+        args.keeps = self.template.keeps
+        return args
 
 
 @lru_cache(maxsize=PLANS_KEPT)

@@ -133,6 +133,8 @@ def backward(
     forms = tuple((array.shape, array.strides, array.dtype) for array in tensors)
     prepared = _prepared_backward(pool, dtype, library.vector_bytes, forms, indices is not None)
     args = type(prepared.args).from_buffer_copy(prepared.args)
+    if prepared.keeps is not None:
+        args.keeps = prepared.keeps
     args.pool.y.data, args.pool.grad_input.data, data = map(_address, tensors)
     if indices is not None:
         args.pool.indices.data = data
@@ -160,7 +162,7 @@ class _Prepared:
     kernel: str
     tasks: int
     scratch_bytes: int
-    keeps: PoolPlanesArgs | None = None
+    keeps: object = None
 
 
 Form = tuple[tuple[int, ...], tuple[int, ...], np.dtype[Any]]
@@ -193,7 +195,7 @@ def _prepared_backward(
         planes = planes_args(pool, acc_bytes, vector_bytes, args, tensors[2], tensors)
         if planes is not None:
             kernel = "pool_planes_backward"
-            return _Prepared(planes, kernel, planes.tasks, planes.scratch_bytes, planes)
+            return _Prepared(planes, kernel, planes.tasks, planes.scratch_bytes, planes.keeps)
     merged, views = _merged(pool, tensors)
     adjacent = views[1].strides[1] == views[1].itemsize
     lanes = vector_bytes // acc_bytes

@@ -58,6 +58,8 @@ class PlanarArgs(ctypes.Structure):
         ("activation", ctypes.c_int32),
         ("paired", ctypes.c_int32),
     )
+    # Pointers into tables, which the attribute `keeps` keeps alive.
+    TABLES = ("src_phase", "dst_phase", "first_tap", "tap")
     keeps: tuple[PlanarPlan, NDArray[np.int64]]
 
 

@@ -34,7 +34,7 @@ class PoolPlanesArgs(ctypes.Structure):
     _fields_ = (("planar", PlanarArgs), ("pool", PoolArgs))
     scratch_bytes: int
     tasks: int
-    keeps: _Described
+    keeps: object
 
 
 def planes_args(

@@ -9,7 +9,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from convgrad_service.backends.cpu.arguments import aligned_empty
+from convgrad_service.backends.cpu.arguments import aligned_array
 from convgrad_service.backends.cpu.library import Library
 from convgrad_service.backends.cpu.threads import Rehearsal, Workers
 from convgrad_service.plans.cpu_device import CpuDevice
@@ -35,7 +35,7 @@ class Machine:
         place = self.out.get(name)
         if place is not None:
             return place
-        return aligned_empty(spec.size_bytes).view(spec.dtype.numpy).reshape(spec.shape)
+        return aligned_array(spec.shape, spec.dtype.numpy)
 
     def rehearsing(self) -> Machine:
         """Return a copy for a dry run, whose threads launch nothing."""
@@ -43,7 +43,7 @@ class Machine:
 
     def to_run(self, pieces: Sequence[Piece]) -> Sequence[Piece]:
         """Return all pieces; in a dry run only the first, which stands for the others."""
-        return pieces[:1] if isinstance(self.workers, Rehearsal) else pieces
+        return self.workers.to_run(pieces)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,14 +10,18 @@ import ctypes
 import threading
 import weakref
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from operator import attrgetter
+from operator import itemgetter
+from typing import Any
+
+from numpy.typing import NDArray
 
 from convgrad.errors import DeadlineExceeded
 from convgrad_service.backends.base import Cancellation
-from convgrad_service.backends.cpu.arguments import Buffer, Control
+from convgrad_service.backends.cpu.arguments import ALIGNMENT, Buffer, Control
 from convgrad_service.backends.cpu.library import Kernel, team_function
+from convgrad_service.problems.base import Piece, TensorSpec
 from convgrad_service.process import lower_priority
 
 __all__ = ["Rehearsal", "Workers", "Workspaces"]
@@ -26,7 +30,7 @@ CANCEL_POLL_S = 0.01
 # `Team` in kernels/team.cpp: six words, then six for each slot.
 TEAM_SLOTS = 16
 TEAM_WORDS = 6 + 6 * TEAM_SLOTS
-_size = attrgetter("size_bytes")
+_size = itemgetter(2)
 
 
 class Workspaces:
@@ -38,6 +42,7 @@ class Workspaces:
     def __init__(self, keep_bytes: int) -> None:
         self._keep_bytes = keep_bytes
         self._free: list[Buffer] = []  # by size
+        self._free_bytes = 0
         self._lock = threading.Lock()
 
     def take(self, size_bytes: int) -> Buffer:
@@ -45,15 +50,29 @@ class Workspaces:
         with self._lock:
             index = bisect_left(self._free, size_bytes, key=_size)
             if index < len(self._free):
-                return self._free.pop(index)
+                buffer = self._free.pop(index)
+                self._free_bytes -= buffer.size_bytes
+                return buffer
         return Buffer.of(max(size_bytes, 1))
+
+    @contextmanager
+    def array(self, spec: TensorSpec) -> Iterator[NDArray[Any]]:
+        """Lend an uninitialised array in a buffer."""
+        buffer = self.take(spec.size_bytes)
+        try:
+            memory = buffer.memory[: spec.size_bytes]
+            yield memory.view(spec.dtype.numpy).reshape(spec.shape)
+        finally:
+            self.give(buffer)
 
     def give(self, buffer: Buffer) -> None:
         """Return a buffer to the cache."""
         with self._lock:
             insort(self._free, buffer, key=_size)
-            while sum(map(_size, self._free)) > self._keep_bytes:
-                self._free.pop()  # evict the largest, to keep many small ones
+            self._free_bytes += buffer.size_bytes
+            while self._free_bytes > self._keep_bytes:
+                # Evict the largest, to keep many small ones.
+                self._free_bytes -= self._free.pop().size_bytes
 
 
 class Workers:
@@ -119,24 +138,30 @@ class Workers:
         except IndexError:
             slot, threads = None, 1  # all slots in use: enough launches to occupy the CPU
         control = Control.of(threads)
-        buffers = [self.workspaces.take(scratch_bytes) for _ in range(threads)]
-        scratch = (ctypes.c_void_p * threads)(*(buffer.address for buffer in buffers))
+        of_each = -(-scratch_bytes // ALIGNMENT) * ALIGNMENT
+        scratch = self.workspaces.take(of_each * threads)
         addresses = ctypes.addressof(args), ctypes.addressof(control)
         try:
             with _UNWATCHED if cancelled is None else _watching(cancelled, control):
                 if slot is None or threads == 1:
-                    kernel(*addresses, scratch[0] or 0)
+                    kernel(*addresses, scratch.address)
                 else:
-                    team = ctypes.addressof(self._team)
-                    self._run(team, slot, kernel, *addresses, scratch, threads - 1)
+                    team, first = ctypes.addressof(self._team), scratch.address
+                    starts = (ctypes.c_void_p * threads)(
+                        *[first + of_each * thread for thread in range(threads)]
+                    )
+                    self._run(team, slot, kernel, *addresses, starts, threads - 1)
         finally:
             if slot is not None:
                 self._free_slots.append(slot)
-            for buffer in buffers:
-                self.workspaces.give(buffer)
+            self.workspaces.give(scratch)
         if control.cancelled:
             raise DeadlineExceeded("the request was cancelled before its answer was ready")
         return control
+
+    def to_run(self, pieces: Sequence[Piece]) -> Sequence[Piece]:
+        """See `Machine.to_run`."""
+        return pieces
 
     def close(self) -> None:
         """Stop the helper threads. Launches in flight finish on their callers' threads."""
@@ -162,6 +187,9 @@ class Rehearsal(Workers):
         cancelled: threading.Event | None = None,
     ) -> Control:
         return Control.of(1)
+
+    def to_run(self, pieces: Sequence[Piece]) -> Sequence[Piece]:
+        return pieces[:1]
 
     def close(self) -> None:
         pass

@@ -73,7 +73,7 @@ def describe(index: int, memory_limit_bytes: int | None = None) -> CudaDevice:
     """
     count = device_count()
     if index >= count:
-        raise DeviceUnavailable(f"there are {count} GPUs that CUDA can use; expected GPU {index}")
+        raise DeviceUnavailable(f"GPU {index} is not there: CUDA finds {count} GPUs")
     properties = import_cupy().cuda.runtime.getDeviceProperties(index)
     capability = properties["major"], properties["minor"]
     name = properties["name"].decode()

@@ -16,7 +16,10 @@ from convgrad_service.backends.cuda.kernels.conv.channel_sums import ChannelSums
 from convgrad_service.backends.cuda.kernels.conv.col2im import Col2im
 from convgrad_service.backends.cuda.kernels.conv.dense_gather import DenseGather
 from convgrad_service.backends.cuda.kernels.conv.dense_weight import DenseWeight
+from convgrad_service.backends.cuda.kernels.conv.few_gather import FewGather
+from convgrad_service.backends.cuda.kernels.conv.few_sources import FewSources
 from convgrad_service.backends.cuda.kernels.conv.first_forward import FirstForward
+from convgrad_service.backends.cuda.kernels.conv.first_weight import FirstWeight
 from convgrad_service.backends.cuda.kernels.conv.hopper_first_data import HopperFirstData
 from convgrad_service.backends.cuda.kernels.conv.hopper_first_taps import HopperFirstTaps
 from convgrad_service.backends.cuda.kernels.conv.hopper_gather import HopperGather
@@ -27,11 +30,13 @@ from convgrad_service.backends.cuda.kernels.conv.implicit_gemm import ImplicitGe
 from convgrad_service.backends.cuda.kernels.conv.padded_result import PaddedResult
 from convgrad_service.backends.cuda.kernels.conv.patch_products import PatchProducts
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm import PointwiseGemm
+from convgrad_service.backends.cuda.kernels.conv.simt_gemm import SimtGemm
 from convgrad_service.backends.cuda.kernels.conv.split_gather import SplitGather
 from convgrad_service.backends.cuda.kernels.conv.split_weight import SplitWeight
 from convgrad_service.backends.cuda.kernels.conv.zero_insertion import ZeroInsertion
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_direct import DepthwiseDirect
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_pairs import DepthwisePairs
+from convgrad_service.backends.cuda.kernels.depthwise.depthwise_scale import DepthwiseScale
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight import DepthwiseWeight
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_direct import (
     DepthwiseWeightDirect,
@@ -68,6 +73,7 @@ from convgrad_service.backends.cuda.kernels.pool.pool_cells import PoolCells
 from convgrad_service.backends.cuda.kernels.pool.pool_stages import MaximaByAxes, PoolThroughIndices
 from convgrad_service.backends.cuda.kernels.pool.pool_strips import PoolStrips
 from convgrad_service.backends.cuda.kernels.pool.pool_tiles import PoolTiles
+from convgrad_service.backends.cuda.kernels.pool.window_chunks import RouteChunks, WindowChunks
 from convgrad_service.backends.cuda.kernels.pool.window_maxima import WindowMaxima
 from convgrad_service.backends.cuda.kernels.pool.window_planes import WindowPlanes
 from convgrad_service.backends.cuda.kernels.pool.window_reduce import WindowReduce
@@ -84,6 +90,8 @@ __all__ = ["FAMILIES"]
 # Fitted on an H200 to 250 random layers, like implicit_gemm's model. On the held-out half, the
 # models with these corrections err by 12 to 20 %.
 OVERHEADS = {
+    "grouped_gather": Overhead(0.0),
+    "first_weight": Overhead(0.0),
     "grouped_weight": Overhead(0.0),
     "hopper_grouped_weight": Overhead(5.7e-6, 0.97),
     "implicit_gemm": Overhead(0.0, 1.0, 4e-6),
@@ -139,6 +147,7 @@ _DEPTHWISE_WEIGHT: _Alternatives = (
     [DepthwiseWeightDirect(), DepthwiseWeight(), DepthwiseWeightMma()],
 )
 DEPTHWISE = (
+    DepthwiseScale(),
     _fastest(*_DEPTHWISE),
     _fastest(
         [DepthwiseDirect(in_planes=True, most_summed=MANY)],
@@ -154,26 +163,52 @@ DEPTHWISE_WEIGHT = (
         copy_s=COPY_S,
     ),
 )
-# Few channels per group.
+SPLIT_GATHER = ResultThroughChannelsLast(SplitGather(), COPIES, timed=True), SplitGather()
+SPLIT_WEIGHT = ResultThroughChannelsLast(SplitWeight(), COPIES), SplitWeight()
+# Few channels per group. Kernels that compute several groups at once are compared with dense ones,
+# whose tiles are of one group.
+GROUPED_OVERHEADS = OVERHEADS | {
+    f"{name}_through_channels_last": replace(OVERHEADS[name], copy_s=COPY_S)
+    for name in (
+        "grouped_gather",
+        "grouped_weight",
+        "hopper_gather",
+        "hopper_weight",
+    )
+}
+
+
+def _beside_dense(*alternatives: Sequence[Family[ConvWork]]) -> FastestExpected[ConvWork]:
+    return FastestExpected(*alternatives, overheads=GROUPED_OVERHEADS)
+
+
+_GATHERS: _Alternatives = (
+    (ResultThroughChannelsLast(HopperGather(), COPIES), HopperGather()),
+    SPLIT_GATHER,
+)
 GROUPED = (
     HopperGrouped(),
-    GroupedGather(),
+    _beside_dense((GroupedGather(),), *_GATHERS),
     ConvThroughChannelsLast(HopperGrouped(), COPIES),
-    ConvThroughChannelsLast(GroupedGather(), COPIES),
+    _beside_dense((ConvThroughChannelsLast(GroupedGather(), COPIES),), *_GATHERS),
 )
-# From this many channels per group on, dense kernels are candidates too; measured on an H200.
+_WEIGHTS: _Alternatives = (
+    (ResultThroughChannelsLast(HopperWeight(), COPIES), HopperWeight()),
+    SPLIT_WEIGHT,
+)
+# From this many channels per group on, these are candidates too; measured on an H200.
 WIDE_GROUP = 40
 GROUPED_WEIGHT = (
-    FastestExpected(
+    _beside_dense(
         (GroupedWeight(wide=True),),
         (HopperGroupedWeight(),),
         (DenseWeight(least_grouped=WIDE_GROUP),),
         (ImplicitGemm(dtypes=(DType.FLOAT16, DType.BFLOAT16), least_channels=WIDE_GROUP),),
-        overheads=OVERHEADS,
+        *_WEIGHTS,
     ),
-    GroupedWeight(),
+    _beside_dense((GroupedWeight(),), *_WEIGHTS),
     ConvThroughChannelsLast(HopperGroupedWeight(), COPIES),
-    ConvThroughChannelsLast(GroupedWeight(), COPIES),
+    _beside_dense((ConvThroughChannelsLast(GroupedWeight(), COPIES),), *_WEIGHTS),
 )
 # Depthwise gradients of the input that sum over several channels, channels last. On an H200,
 # grouped_gather takes 1.6 to 2.5 times as long in float32 (36 layers), and in 16-bit types 0.88
@@ -198,8 +233,6 @@ DENSE_CONV_WEIGHT = (
     DenseWeight(),
 )
 BATCH_LAST_WEIGHT = ResultThroughChannelsLast(BatchLastWeight(), COPIES), BatchLastWeight()
-SPLIT_GATHER = ResultThroughChannelsLast(SplitGather(), COPIES, timed=True), SplitGather()
-SPLIT_WEIGHT = ResultThroughChannelsLast(SplitWeight(), COPIES), SplitWeight()
 # Small layers, and those that no family above takes. 14 layers that only fallback kernels take
 # otherwise take 0.28 to 1.02 of their time on an H200; 7 in TF32 with fewer than 4 channels 0.31 to
 # 1.55.
@@ -242,26 +275,32 @@ WHOLE_CHUNKS_WEIGHT = (
     _in_float32(DENSE_CONV_WEIGHT, BATCH_LAST_WEIGHT, (PointwiseGemm(),), SPLIT_WEIGHT),
     FastestExpected(DENSE_CONV_WEIGHT, (HopperWeightSingle(),), *GEMMS, overheads=OVERHEADS),
 )
-DENSE = (PaddedResult(WHOLE_CHUNKS, COPIES), *WHOLE_CHUNKS)
-DENSE_WEIGHT = (PaddedResult(WHOLE_CHUNKS_WEIGHT, COPIES), *WHOLE_CHUNKS_WEIGHT)
+# 1x1 layers of so few pixels that other families are hardly ever faster: 3 of 71 rows by more than
+# 3 % on an H200.
+SIMT_GEMM = SimtGemm(most_s=7e-6, most_pixels=96)
+DENSE = (SIMT_GEMM, PaddedResult(WHOLE_CHUNKS, COPIES), *WHOLE_CHUNKS)
+DENSE_WEIGHT = (SIMT_GEMM, PaddedResult(WHOLE_CHUNKS_WEIGHT, COPIES), *WHOLE_CHUNKS_WEIGHT)
 # Few channels of the result. Measured on an H200 in 27 layers of 3 to 8 channels, in bfloat16 and
 # float32, channels first and last: dense kernels are faster only where the source is small.
 COL2IM = Col2im(
     (PointwiseGemm(), IMPLICIT_GEMM), (*DENSE, *IMPLICIT_GEMMS), least_gathered_bytes=28e6
 )
 # First layers: few channels of the input.
-FIRST_FORWARD = (PatchProducts(DENSE), FirstForward())
+FIRST_FORWARD = (PatchProducts(DENSE), FewSources(), FirstForward())
 FIRST_DATA = (
+    FewSources(),
     PatchProducts(DENSE),
+    FewGather(),
     HopperFirstData(),
     COL2IM,
     HopperFirstData(sparse=True),
+    FewGather(any_sum=True),
     FirstForward(),
 )
 FIRST_WEIGHT = (
     PatchProducts(DENSE_WEIGHT),
     HopperFirstTaps(),
-    PatchProducts((WeightTile(),)),
+    FastestExpected((FirstWeight(),), *((one,) for one in IMPLICIT_GEMMS), overheads=OVERHEADS),
 )
 
 # Two convolutions with the intermediate on chip.
@@ -273,12 +312,12 @@ FUSED = (
 # Maxima over windows, and their gradients from indices.
 MAXIMA_ONE_PASS = (WindowReduce(), WindowPlanes(), WindowMaxima())
 MAXIMA = (MaximaByAxes(MAXIMA_ONE_PASS), *MAXIMA_ONE_PASS)
-FROM_INDICES = (WindowScatter(), WindowRoutes())
+FROM_INDICES = (RouteChunks(), WindowScatter(), WindowRoutes())
 
 LAST_GATHERS = (*DENSE, *IMPLICIT_GEMMS, GatherTile(), GatherDirect())
 
 FAMILIES = Families(
-    fwd=(*DEPTHWISE, *GROUPED, *FIRST_FORWARD, COL2IM, *LAST_GATHERS),
+    fwd=(*DEPTHWISE, *GROUPED, *FIRST_FORWARD, FewGather(), COL2IM, *LAST_GATHERS),
     bwd_data=(
         *DEPTHWISE,
         *DEPTHWISE_SUMS,
@@ -289,6 +328,7 @@ FAMILIES = Families(
     bwd_weight=(
         *DEPTHWISE_WEIGHT,
         *GROUPED_WEIGHT,
+        SIMT_GEMM,
         PLANES_GEMM,
         *FIRST_WEIGHT,
         *DENSE_WEIGHT,
@@ -310,6 +350,7 @@ FAMILIES = Families(
         MaximaByAxes(MAXIMA_ONE_PASS),
         WindowReduce(),
         WindowTiles(),
+        WindowChunks(),
         WindowPlanes(),
         WindowSums(),
         WindowMaxima(),

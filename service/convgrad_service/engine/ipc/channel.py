@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import copyreg
 import pickle
+import select
 import socket
 import threading
 from collections import OrderedDict
@@ -131,6 +132,8 @@ class Pipe:
 
     def __init__(self, descriptor: int) -> None:
         self._socket = socket.socket(fileno=descriptor)
+        self._readable = select.poll()
+        self._readable.register(self._socket, select.POLLIN)
         self._bytes = b""
         self._sending = threading.Lock()
 
@@ -148,6 +151,8 @@ class Pipe:
                 text, self._bytes = self._bytes[_LENGTH_BYTES:end], self._bytes[end:]
                 return pickle.loads(text)  # noqa: S301 - from one of our own processes
             try:
+                # A thread in `recv` would also be woken whenever the other end has read a message.
+                self._readable.poll()
                 data = self._socket.recv(_READ_BYTES)
             except OSError as error:
                 raise EOFError from error

@@ -112,6 +112,7 @@ class Arena:
         self.descriptor = descriptor
         self.size_bytes = os.fstat(descriptor).st_size
         self._memory = mmap.mmap(descriptor, self.size_bytes)
+        self._view = memoryview(self._memory)
         self._bytes = np.frombuffer(self._memory, np.uint8)
 
     @classmethod
@@ -126,7 +127,7 @@ class Arena:
 
     def view(self, offset: int, size_bytes: int) -> memoryview:
         """Return a range of bytes, writable."""
-        return self._bytes[offset : offset + size_bytes].data
+        return self._view[offset : offset + size_bytes]
 
     def array(self, offset: int, spec: TensorSpec) -> NDArray[Any]:
         """Return the tensor at an offset, writable."""

@@ -309,7 +309,9 @@ def stored_fields(operation: Operation, fields: Mapping[str, Any]) -> dict[str, 
                 f"stored: {operation.name} has no tensor {shown(field)}; it has {tensors}"
             )
         if field in fields:
-            raise MalformedRequest(f"{field} is given and named as stored; expected one of them")
+            raise MalformedRequest(
+                f"{field} is given both as a tensor and as a stored name; expected one of them"
+            )
     return dict(named)
 
 

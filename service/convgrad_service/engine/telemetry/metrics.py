@@ -37,9 +37,9 @@ _STAGES = {
     "receive": "Time to receive the body.",
     "decode": "Time to decode and check a request.",
     "queue": "Time a problem waited for a compute slot.",
-    "upload": "Time a problem's inputs took to its device.",
-    "compute": "Time a problem computed.",
-    "download": "Time a problem's outputs took from its device.",
+    "upload": "Time to copy a problem's inputs to its device.",
+    "compute": "Time to compute a problem.",
+    "download": "Time to copy a problem's outputs from its device.",
     "encode": "Time to encode an answer.",
 }
 _LABELS = ("operation", "transport", "code")
@@ -47,7 +47,7 @@ _KEY_TOTALS = {
     "received_bytes": "Bytes of request bodies received from an API key.",
     "sent_bytes": "Bytes of answers sent to an API key.",
     "computed_flops": "Floating-point operations computed for an API key.",
-    "compute_seconds": "Time that problems of an API key computed.",
+    "compute_seconds": "Time spent computing an API key's problems.",
 }
 Read = Callable[[], float | Mapping[Any, float]]
 """Reads a metric's value or, if it has labels, its values by the label, or by a tuple of labels."""
@@ -84,10 +84,10 @@ class RequestCollector(Collector):
         self._requests = requests
 
     def collect(self) -> Iterable[Metric]:
-        yield self._counter("requests", "requests", "Requests by how they ended.", 3)
+        yield self._counter("requests", "requests", "Requests by outcome.", 3)
         yield _counter_family(
             "requests_by_code",
-            "Requests by how they ended, of every code from the start: for alerts.",
+            "Requests by outcome, with every code present from the start, for alerts.",
             ("code",),
             {(code,): count for code, count in self._requests.by_code.items()},
         )
@@ -100,7 +100,7 @@ class RequestCollector(Collector):
         yield self._counter(
             "compulsory_bytes",
             "compulsory_bytes",
-            "Bytes of inputs and outputs of problems computed: what a device must move at least.",
+            "Bytes of inputs and outputs of problems computed: the least that a device must move.",
             1,
         )
         yield self._histogram("request", "Time from a request's headers to its answer's end.", 3)
@@ -108,7 +108,7 @@ class RequestCollector(Collector):
             yield self._histogram(stage, text, 1)
         yield _counter_family(
             "key_requests",
-            "Requests of an API key by how they ended.",
+            "Requests of an API key by outcome.",
             ("key", "code"),
             self._requests.key_requests,
         )

@@ -116,17 +116,13 @@ class ProcessWorker:
         try:
             async with asyncio.timeout(None if recipe.warm_up else START_S):
                 worker.greeting = await worker._greeted
-        except TimeoutError:
+        except BaseException as error:
             worker._process_lost()
-            raise DeviceUnavailable(
-                f"a worker's process was not ready within {START_S} s"
-            ) from None
-        except ServiceError:
-            worker._process_lost()
-            await worker.lost
-            raise
-        except BaseException:
-            worker._process_lost()
+            if isinstance(error, TimeoutError):
+                detail = f"a worker's process was not ready within {START_S} s"
+                raise DeviceUnavailable(detail) from None
+            if isinstance(error, ServiceError):
+                await worker.lost
             raise
         worker.slots = worker.greeting.slots
         return worker

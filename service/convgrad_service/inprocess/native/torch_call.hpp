@@ -24,6 +24,7 @@ struct Torch {
   int (*empty)(int64_t, const int64_t*, const int64_t*, int32_t, int32_t, int32_t, Tensor*);
   int (*undefined)(Tensor*);
   int (*drop)(Tensor);
+  int (*copy)(Tensor into, Tensor from, int32_t non_blocking);
   int (*list_size)(void*, size_t*);
   int (*list_item)(void*, size_t, Value*);
   int (*list_drop)(void*);

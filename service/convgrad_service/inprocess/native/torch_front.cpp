@@ -13,9 +13,12 @@ namespace {
 
 constexpr int kOperators = 24;
 
-struct Output {
+constexpr uint32_t kInputs = 8;
+
+// A dense tensor: a result, or what the kernels read of an argument.
+struct Dense {
   int64_t dim, sizes[5], strides[5];
-  int32_t dtype, slot;  // which result it is
+  int32_t dtype, slot;  // which result or argument it is
 };
 
 // A prepared call. Without a plan it is left to PyTorch's own kernel.
@@ -26,8 +29,8 @@ struct Entry {
   uint64_t calls, nanoseconds;  // how often it was answered here, and the host's time for that
   uint64_t workspace_bytes;
   uint32_t input_count, output_count;
-  uint32_t inputs[8];  // which arguments they are
-  Output outputs[kResults];
+  uint64_t scattered;  // a bit for each input whose argument is not dense
+  Dense inputs[kInputs], outputs[kResults];
 };
 
 Operator operators[kOperators];
@@ -50,6 +53,14 @@ void drop_all(Tensor* tensors, int count) {
   }
 }
 
+// Returns whether it could make a tensor, and where that is.
+bool make(const Dense& like, int32_t device, Tensor* made, void** address) {
+  const Torch& torch = settings.torch;
+  return torch.empty(like.dim, like.sizes, like.strides, like.dtype, settings.device_type, device,
+                     made) == 0 &&
+         torch.data(*made, address) == 0;
+}
+
 enum class Outcome { kDone, kNotHere, kFailed };
 
 // Launches a prepared call, whose arguments it leaves alone. kNotHere: the general way must do.
@@ -62,28 +73,29 @@ Outcome run(Entry& entry, const CallKey& key, const Operator& op, const Value* s
   if (settings.driver.is_capturing(key.stream, &capturing) || capturing) return Outcome::kNotHere;
   uint64_t buffers[kMaxBuffers];
   int tensors = 0;
-  for (uint32_t i = 0; i < entry.input_count; ++i) {
-    void* address;
-    if (torch.data(handle<void>(stack[entry.inputs[i]]), &address)) return Outcome::kNotHere;
-    buffers[tensors] = reinterpret_cast<uint64_t>(address);
-    if (buffers[tensors++] % settings.alignment != 0) return Outcome::kNotHere;
-  }
-  Tensor made[kResults + 1] = {};  // the outputs, and the workspace
+  Tensor made[kResults] = {};
+  Tensor passing[kInputs + 1] = {};  // copies of inputs, and the workspace: dropped when enqueued
   void* workspace = nullptr;
   bool there = true;
-  for (uint32_t i = 0; i < entry.output_count && there; ++i) {
-    const Output& output = entry.outputs[i];
+  for (uint32_t i = 0; i < entry.input_count && there; ++i) {
+    const Dense& input = entry.inputs[i];
+    const Tensor argument = handle<void>(stack[input.slot]);
     void* address;
-    there = torch.empty(output.dim, output.sizes, output.strides, output.dtype,
-                        settings.device_type, key.device, &made[i]) == 0 &&
-            torch.data(made[i], &address) == 0;
-    if (there) buffers[tensors++] = reinterpret_cast<uint64_t>(address);
+    there = torch.data(argument, &address) == 0;
+    if (entry.scattered >> i & 1 || reinterpret_cast<uint64_t>(address) % settings.alignment) {
+      there = there && make(input, key.device, &passing[i], &address) &&
+              torch.copy(passing[i], argument, 1) == 0;
+    }
+    buffers[tensors++] = reinterpret_cast<uint64_t>(address);
+  }
+  for (uint32_t i = 0; i < entry.output_count && there; ++i) {
+    void* address;
+    there = make(entry.outputs[i], key.device, &made[i], &address);
+    buffers[tensors++] = reinterpret_cast<uint64_t>(address);
   }
   if (there && entry.workspace_bytes) {
-    const int64_t size = entry.workspace_bytes, stride = 1;
-    there = torch.empty(1, &size, &stride, settings.uint8_dtype, settings.device_type, key.device,
-                        &made[kResults]) == 0 &&
-            torch.data(made[kResults], &workspace) == 0;
+    const Dense bytes = {1, {int64_t(entry.workspace_bytes)}, {1}, settings.uint8_dtype, 0};
+    there = make(bytes, key.device, &passing[kInputs], &workspace);
   }
   for (uint32_t i = 0; i < op.results && there; ++i) results[i] = nullptr;
   for (uint32_t i = 0; i < entry.output_count && there; ++i) {
@@ -93,12 +105,13 @@ Outcome run(Entry& entry, const CallKey& key, const Operator& op, const Value* s
     if (results[i] == nullptr) there = torch.undefined(&results[i]) == 0;
   }
   if (!there) {
-    drop_all(made, kResults + 1);
+    drop_all(made, kResults);
+    drop_all(passing, kInputs + 1);
     return Outcome::kNotHere;
   }
   *status = launch(settings.driver, *entry.plan, buffers, tensors,
                    reinterpret_cast<uint64_t>(workspace), key.stream);
-  if (made[kResults] != nullptr) torch.drop(made[kResults]);
+  drop_all(passing, kInputs + 1);
   if (*status == 0) return Outcome::kDone;
   drop_all(results, op.results);
   return Outcome::kFailed;

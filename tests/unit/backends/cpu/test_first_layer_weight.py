@@ -15,7 +15,9 @@ from convgrad_service.backends.cpu.library import load
 from convgrad_service.backends.cpu.threads import Workers
 from convgrad_service.plans import cpu_first
 from convgrad_service.plans.cpu import choose
-from convgrad_service.plans.cpu_device import CpuDevice
+from convgrad_service.plans.cpu_dense import dense_of
+from convgrad_service.plans.cpu_dense_parts import first_plan
+from convgrad_service.plans.cpu_device import CpuDevice, sum_bytes
 from convgrad_service.problems.geometry import ConvShape
 from tests.support.numerics import reference
 from tests.support.numerics.arrays import rng_for
@@ -61,13 +63,12 @@ CONVS = {
 
 
 def _ran(conv: ConvShape, x: Array, y: Array, order: str, threads: int = 2) -> Array:
-    """grad_weight by the kernel, whose plan must be the one that is chosen."""
+    """grad_weight by the kernel, whether or not another is faster at this level."""
     dtype = DType.of(x.dtype)
     assert dtype is not None
     device = CpuDevice(LIBRARY.level, threads, 1 << 28)
-    choice = choose("bwd_weight", conv, dtype, device)
-    assert choice.engine == "first"
-    assert choice.dense is not None
+    plan = first_plan(dense_of(conv), sum_bytes=sum_bytes(dtype), device=device)
+    assert plan is not None
     workers = Workers(threads, keep_bytes=1 << 20)
     single = np.float32 if x.dtype.itemsize < 4 else x.dtype
     shape = (conv.groups, conv.out_channels_per_group, conv.in_channels_per_group)
@@ -80,9 +81,7 @@ def _ran(conv: ConvShape, x: Array, y: Array, order: str, threads: int = 2) -> A
             view = np.moveaxis(moved, (-2, -1), (1, 2))
         views.append(view)
     try:
-        dense.bwd_weight(
-            LIBRARY, workers, "first_bwd_weight", choice.dense, conv, *views, grad_weight
-        )
+        dense.bwd_weight(LIBRARY, workers, "first_bwd_weight", plan, conv, *views, grad_weight)
     finally:
         workers.close()
     return grad_weight.reshape(conv.out_channels, conv.in_channels_per_group, *conv.kernel_size)
@@ -103,7 +102,6 @@ def test_tiles_and_orders(
 ) -> None:
     monkeypatch.setattr(cpu_first, "SLAB_BYTES", slab_bytes)
     monkeypatch.setattr(cpu_first, "GROUP_PIXELS", 160 if slab_bytes > 1 else 29)
-    choose.cache_clear()
     conv = CONVS[name]
     x, y = _drawn(conv, seed, np.float32)
     wanted = reference.conv_bwd_weight(
@@ -111,7 +109,6 @@ def test_tiles_and_orders(
         stride=conv.stride, padding=conv.padding, dilation=conv.dilation, groups=conv.groups,
     )  # fmt: skip
     assert_bounded(_ran(conv, x, y, order), wanted, f"seed {seed}")
-    choose.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float64"] if LANES > 4 else ["float16"])

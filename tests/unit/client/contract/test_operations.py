@@ -11,6 +11,7 @@ import pytest
 
 from convgrad.contract import OPERATIONS, Operation, Report, validate
 from convgrad.dtypes import FLOATING
+from convgrad.errors import MalformedRequest
 from convgrad.wire.json_tensors import decode_tensor
 
 DESIGN_ORDER = [
@@ -108,6 +109,19 @@ def test_sequences_become_tuples_and_numpy_ints_plain_ones() -> None:
         "alpha": 0.5,
     }
     assert request.tensors()["weight"] is tensor
+
+
+def test_numpy_bools_become_plain_ones() -> None:
+    request = validate(
+        OPERATIONS["maxpool2d_fwd"].request,
+        {"input": np.ones((1, 1, 2, 2)), "kernel_size": 2, "ceil_mode": np.bool_(True)},
+    )
+    assert request.parameters()["ceil_mode"] is True
+    with pytest.raises(MalformedRequest, match="ceil_mode: expected true or false, got 1"):
+        validate(
+            OPERATIONS["maxpool2d_fwd"].request,
+            {"input": np.ones((1, 1, 2, 2)), "kernel_size": 2, "ceil_mode": np.int64(1)},
+        )
 
 
 def test_geometry_is_left_to_the_problem_to_judge() -> None:

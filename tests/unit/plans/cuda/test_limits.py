@@ -11,6 +11,7 @@ from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.backends.cuda.kernels.conv.dense_weight import DenseWeight
 from convgrad_service.backends.cuda.kernels.conv.first_forward import FirstForward
+from convgrad_service.backends.cuda.kernels.conv.first_weight import FirstWeight
 from convgrad_service.backends.cuda.kernels.conv.hopper_first_data import HopperFirstData
 from convgrad_service.backends.cuda.kernels.conv.hopper_first_taps import HopperFirstTaps
 from convgrad_service.backends.cuda.kernels.conv.hopper_gather import HopperGather
@@ -127,7 +128,7 @@ def test_warpgroups_do_not_take_turns_where_results_are_more_chunks_than_32_bits
 # And channels, and the stride along W.
 FIRST: list[tuple[Family[ConvWork], str, DType, int, int]] = [
     (HopperFirstTaps(), "weight", DType.BFLOAT16, 4, 64),
-    (HopperFirstTaps(), "weight", DType.FLOAT32, 4, 16),
+    (FirstWeight(), "weight", DType.FLOAT32, 4, 16),
     (FirstForward(), "fwd", DType.BFLOAT16, 4, 64),
     (HopperFirstData(), "data", DType.BFLOAT16, 1, 16),
 ]
@@ -199,7 +200,7 @@ def test_kernel_rows_are_shared_by_no_more_blocks_than_a_grid_holds() -> None:
 
 SUMMED: list[tuple[Callable[[], Family[ConvWork]], DType]] = [
     (HopperFirstTaps, DType.BFLOAT16),
-    (HopperFirstTaps, DType.FLOAT32),
+    (FirstWeight, DType.FLOAT32),
 ]
 
 

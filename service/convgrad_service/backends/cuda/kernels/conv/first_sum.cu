@@ -33,7 +33,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
   if (index < args.results) {
     const float* part = args.partials + static_cast<i64>(warp) * args.results + index;
     const i64 step = static_cast<i64>(WARPS) * args.results;
-#pragma unroll 8
+#pragma unroll 16
     for (int split = warp; split < args.splits; split += WARPS, part += step) sum += *part;
   }
   sums[warp][lane] = sum;

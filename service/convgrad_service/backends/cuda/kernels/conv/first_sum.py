@@ -14,7 +14,7 @@ from convgrad_service.plans.cuda.works import ConvWork
 
 __all__ = ["first_sum", "first_sum_instances", "results_of", "why_not_summed"]
 
-WARPS = 8
+WARPS = 16
 RESULTS = 32
 # The last block may index past the last result.
 MOST_RESULTS = 2**31 - RESULTS

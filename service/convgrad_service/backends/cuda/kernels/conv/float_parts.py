@@ -57,7 +57,7 @@ FloatPartsArgs = structure("conv/float_parts.cu", "FloatPartsArgs")
 
 @dataclass(frozen=True, slots=True)
 class FloatTensor:
-    """A float32 operand to split: any strides, of one group.
+    """A float32 operand to split: any strides; several groups are one after another.
 
     Attributes
     ----------
@@ -89,11 +89,11 @@ class FloatTensor:
         """Elements of a part."""
         return self.pixels * self.padded
 
-    @property
-    def part(self) -> Operand:
-        """The first part, as an operand of bfloat16; others follow, ``elements`` apart."""
+    def part_of(self, channels: int) -> Operand:
+        """Return the first part, in groups of so many ``channels``, as an operand of bfloat16;
+        others follow, ``elements`` apart."""
         n, d, h, w, c = contiguous_strides((self.batch, *self.size, self.padded))
-        return Operand(self.parts, DType.BFLOAT16, (n, 0, c, d, h, w))
+        return Operand(self.parts, DType.BFLOAT16, (n, channels * c, c, d, h, w))
 
     @property
     def jobs(self) -> int:

@@ -20,8 +20,7 @@
 //   odd one). Positions outside the input are zeros.
 // Determinism: one order of additions per result and number of shares.
 // Limits: rows of y and elements of a row below 2^31; 64-bit offsets elsewhere.
-#include "conv/hopper_first_sums.cuh"
-#include "core/bits16.cuh"
+#include "conv/hopper_first_taps.cuh"
 #include "ptx/pdl.cuh"
 #include "ptx/warpgroup.cuh"
 
@@ -29,8 +28,6 @@ using namespace convgrad;
 
 namespace {
 
-using T = Bits16;
-using Steps = StepsOf<T>;
 constexpr int kMostStages = 16, kMostThreads = 448;
 constexpr int kSums = 1;  // a named barrier
 constexpr int kChannels = 64;
@@ -83,7 +80,7 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
     // One producer thread per tensor: issuing a copy takes longer than many copies.
     const bool of_x = warp == consumers;
     if (lane == 0 && of_x) {
-      copy_rows_of_x<T>(args, block, ring, x_full, x_empty);
+      copy_rows_of_x(args, block, ring, x_full, x_empty);
     } else if (lane == 0) {
       PipelineState state;
       for (Steps step(args, block); step.there(); step.next()) {
@@ -99,11 +96,11 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
     return;
   } else {
     launch_dependent_grids();
-    const int apart = window_step<T>(args);
-    const Own place(args, block.first_tile * 64 + own, sizeof(T), apart);
+    const int apart = window_step(args);
+    const Own place(args, block.first_tile * 64 + own, apart);
     const u64 b_first = mn_major_descriptor<128>(ring);
 
-    as_type<T>(args.bfloat16, [&](auto like) {
+    as_type<Bits16>(args.bfloat16, [&](auto like) {
       PipelineState state, y_state;
       int freed = 0, freed_at = 0, index = 0;  // step counters, from the block's first step
       int y_last = -1;                         // the row of y that wgmmas in flight read

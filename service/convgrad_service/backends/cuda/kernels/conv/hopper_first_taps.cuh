@@ -1,7 +1,8 @@
-// Shared by hopper_first_taps.cu and hopper_first_split.cu: kernel parameters, the work and steps
-// of a block, and the producer of rows of x. The epilogue is in hopper_first_sums.cuh.
+// Kernel parameters of hopper_first_taps.cu, the work and steps of a block, the producer of rows of x,
+// and the epilogue: accumulators through shared memory to the block's part of `partials`.
 #pragma once
 
+#include "core/bits16.cuh"
 #include "core/pipeline_state.cuh"
 #include "ptx/tma.cuh"
 
@@ -28,8 +29,7 @@ struct HopperFirstTapsArgs {
   int part;   // elements of a part of x's row
   u32 x_row;  // bytes of a row of x
   u32 x_stage, y_stage;
-  u32 made_at;  // float32: offset of y's bfloat16 parts
-  u32 raws_at;
+  u32 raws_at;  // offset of rows of x
   int bfloat16;  // the type of 16-bit elements: float16 if 0
 };
 
@@ -54,9 +54,8 @@ struct BlockAt {
 };
 
 // The coordinates of a step. All warp roles iterate over the same steps. Divisions are needed only
-// at the start of a walk down an image. T is the type of x.
-template <class T>
-struct StepsOf {
+// at the start of a walk down an image.
+struct Steps {
   const HopperFirstTapsArgs& args;
   int tap;               // along D
   int line, end;         // range of rows of y, numbered over images, planes and segments
@@ -65,7 +64,7 @@ struct StepsOf {
   int part;           // part of a row of x where the first window starts; may be negative
   u32 lead;           // bytes of that part before the window
 
-  __device__ __forceinline__ StepsOf(const HopperFirstTapsArgs& args, const BlockAt& block)
+  __device__ __forceinline__ Steps(const HopperFirstTapsArgs& args, const BlockAt& block)
       : args(args), tap(block.tap), line(block.line), end(block.end), left(args.before) {
     const int walk = line / args.y_size[1], outer = walk / args.segments;
     p = line - walk * args.y_size[1];
@@ -77,7 +76,7 @@ struct StepsOf {
   __device__ __forceinline__ void begin() {
     const int from = window_of(args, segment * args.segment);
     part = (from >= 0 ? from : from - args.part + 1) / args.part;
-    lead = (from - part * args.part) * static_cast<int>(sizeof(T));
+    lead = (from - part * args.part) * static_cast<int>(sizeof(Bits16));
   }
   __device__ __forceinline__ bool there() const { return line < end; }
   __device__ __forceinline__ bool begins() const { return left == args.before && left > 0; }
@@ -105,11 +104,10 @@ struct StepsOf {
 
 // The producer of the rows of x that each step adds. The pipeline's mbarriers are at `full` and
 // `empty`.
-template <class T>
 __device__ __forceinline__ void copy_rows_of_x(const HopperFirstTapsArgs& args, const BlockAt& block,
                                                u32 ring, u32 full, u32 empty) {
   PipelineState state;
-  for (StepsOf<T> step(args, block); step.there(); step.next()) {
+  for (Steps step(args, block); step.there(); step.next()) {
     const u32 barrier = full + state.index * 8;
     mbarrier_wait(empty + state.index * 8, state.parity ^ 1);
     mbarrier_arrive_expect_tx(barrier, args.added * args.x_row);
@@ -120,9 +118,8 @@ __device__ __forceinline__ void copy_rows_of_x(const HopperFirstTapsArgs& args, 
 }
 
 // The bytes between two adjacent windows. With ODD, those are an odd number of elements.
-template <class T>
 __device__ __forceinline__ int window_step(const HopperFirstTapsArgs& args) {
-  return args.stride[2] * args.channels * static_cast<int>(sizeof(T));
+  return args.stride[2] * args.channels * static_cast<int>(sizeof(Bits16));
 }
 
 // Where a lane reads its two consecutive elements of windows: `place`, the first one's row of M.
@@ -130,13 +127,52 @@ struct Own {
   int lag;  // how many steps before a row of y their row of x was loaded
   u32 at;   // their offset in the rows of that step
 
-  __device__ __forceinline__ Own(const HopperFirstTapsArgs& args, int place, int item_bytes, int step_bytes) {
+  __device__ __forceinline__ Own(const HopperFirstTapsArgs& args, int place, int step_bytes) {
     const int row = min(place / args.window, args.kernel[1] - 1);
     const int before_last = args.kernel[1] - 1 - row;
     lag = before_last / args.added;
     at = (args.added - 1 - (before_last - lag * args.added)) * args.x_row +
-         place % args.window * item_bytes + (threadIdx.x & 3) * 2 * step_bytes;
+         place % args.window * static_cast<int>(sizeof(Bits16)) + (threadIdx.x & 3) * 2 * step_bytes;
   }
 };
+
+// Stores a lane's accumulators to shared memory if `first`, else adds them. Rows are channels,
+// `pitch` apart; a lane has two consecutive elements of a window.
+template <int kFragments>
+__device__ __forceinline__ void leave_sums(float* to, const float (&sum)[kFragments][4], int pitch,
+                                           bool first) {
+#pragma unroll
+  for (int i = 0; i < 2 * kFragments; ++i) {
+    float* const two = to + (i / 2 * 8 + i % 2) * pitch;
+    const float2 old = first ? make_float2(0, 0) : *reinterpret_cast<float2*>(two);
+    *reinterpret_cast<float2*>(two) = make_float2(old.x + sum[i / 2][i % 2], old.y + sum[i / 2][2 + i % 2]);
+  }
+}
+
+// Writes the block's partial sums by `warps` consumer warps: each warp takes whole channels, and
+// its lanes consecutive elements.
+template <int kChannels>
+__device__ __forceinline__ void put_partials(const HopperFirstTapsArgs& args, const BlockAt& block,
+                                             const float* sums, int pitch, int warp, int warps,
+                                             int lane) {
+  const int columns = args.kernel[2] * args.channels, plane = args.kernel[1] * columns;
+  const int all = args.kernel[0] * plane;
+  float* const partials =
+      args.partials + static_cast<i64>(block.share) * args.y_channels * all + block.tap * plane;
+  const int channels = min(kChannels, args.y_channels - block.first_channel);
+#pragma unroll 1
+  for (int rest = lane; rest < args.tiles * 64; rest += 32) {
+    const int place = block.first_tile * 64 + rest, row = place / args.window;
+    const int column = place - row * args.window - args.odd;
+    if (row >= args.kernel[1] || column < 0 || column >= columns) continue;
+    const float* const from = sums + rest;
+    float* const to =
+        partials + static_cast<i64>(block.first_channel) * all + row * columns + column;
+#pragma unroll 4
+    for (int channel = warp; channel < channels; channel += warps) {
+      to[channel * all] = from[channel * pitch];
+    }
+  }
+}
 
 }  // namespace convgrad

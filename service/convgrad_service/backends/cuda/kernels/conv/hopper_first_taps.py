@@ -1,5 +1,5 @@
 """wgrad of a first layer on Hopper by wgmma, with windows of input rows as the A operand in
-registers (hopper_first_taps.cu; float32 by products of bfloat16 parts, hopper_first_split.cu)."""
+registers (hopper_first_taps.cu)."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from convgrad_service.backends.cuda.kernels.conv.first_sum import (
     why_not_summed,
 )
 from convgrad_service.backends.cuda.kernels.core.limits import (
+    IN_16_BITS,
     Requirements,
     why_not_32bit_positions,
 )
 from convgrad_service.backends.cuda.kernels.core.tensor_maps import TiledMap, pack_maps
 from convgrad_service.backends.cuda.kernels.layout.channels_last import (
-    CHUNK_BYTES,
     padded_width,
     prepare_rows,
     prepare_side,
@@ -56,9 +56,12 @@ FORMS = [
     if products <= most
 ]
 """By instance, the number of wgmmas, and whether windows are an odd number of elements apart."""
-# In float32, of windows of so few elements and more channels of grad_output: on an H200, 1 to 512
-# channels with 10 taps take 1.33 to 1.53 times as long as a product of TF32 or bfloat16 parts.
-FEW, MOST_OF_FEW = 16, 128
+ITEM, CHUNK = 2, 8
+"""Bytes of an element, and elements per 16 bytes."""
+CHANNELS = 64
+"""Channels of y per block."""
+PRODUCERS = 64
+"""Threads besides the consumers."""
 MOST_BOX, MOST_PART = 256, 256
 MOST_STAGES = 16
 # Pipeline depths, in order of preference.
@@ -72,51 +75,11 @@ HopperFirstTapsArgs = structure("conv/hopper_first_taps.cuh", "HopperFirstTapsAr
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
-    """A kernel and its types.
-
-    Attributes
-    ----------
-    name
-        The kernel's name.
-    item
-        Bytes of an element.
-    channels
-        Channels of y per block.
-    others
-        Threads besides the consumers.
-    made, made_stages
-        bfloat16 parts of y written to shared memory, and their pipeline stages.
-    """
-
-    name: str
-    item: int
-    channels: int
-    others: int
-    made: int = 0
-    made_stages: int = 0
-
-    @property
-    def chunk(self) -> int:
-        """Elements per 16 bytes."""
-        return CHUNK_BYTES // self.item
-
-
-SIXTEEN_BITS = Kind("hopper_first_taps", 2, 64, 64)
-# Of float32. With three parts, accumulators for 64 channels would not fit into the registers.
-SPLIT = [
-    Kind("hopper_first_split", 4, channels, 256, made=parts, made_stages=2)
-    for parts, channels in ((2, 64), (2, 32), (3, 32))
-]
-
-
-@dataclass(frozen=True, slots=True)
 class Cut:
     """A partition: windows into tiles, rows of y into segments (one per step), rows of x into parts
     (the unit of TMA coordinates), and the pipeline stages. ``row`` is the elements of a row of x;
     ``groups`` counts groups of tiles per tap along D."""
 
-    kind: Kind
     row: int
     odd: int
     window: int
@@ -134,7 +97,7 @@ class Cut:
 
     @property
     def x_row(self) -> int:
-        return self.part * self.reached * self.kind.item
+        return self.part * self.reached * ITEM
 
     @property
     def x_stage(self) -> int:
@@ -142,7 +105,7 @@ class Cut:
 
     @property
     def y_stage(self) -> int:
-        return self.segment * self.kind.channels * self.kind.item
+        return self.segment * CHANNELS * ITEM
 
     @property
     def products(self) -> int:
@@ -150,32 +113,26 @@ class Cut:
 
     @property
     def threads(self) -> int:
-        return 128 * self.tiles * self.parts + self.kind.others
-
-    @property
-    def made_at(self) -> int:
-        return self.y_stages * self.y_stage
+        return 128 * self.tiles * self.parts + PRODUCERS
 
     @property
     def raws_at(self) -> int:
-        made = self.kind.made_stages * self.kind.made * self.segment * self.kind.channels * 2
-        return self.made_at + ceil_div(made, ALIGNMENT) * ALIGNMENT
+        return self.y_stages * self.y_stage
 
     @property
     def shared_bytes(self) -> int:
         rings = self.raws_at + self.x_stages * self.x_stage
-        return ALIGNMENT + max(rings, self.kind.channels * (self.tiles * TILE + 4) * 4)
+        return ALIGNMENT + max(rings, CHANNELS * (self.tiles * TILE + 4) * 4)
 
 
-NEEDS = Requirements(hopper=True, dilated=False)
+NEEDS = Requirements(dtypes=IN_16_BITS, hopper=True, dilated=False)
 
 
 class HopperFirstTaps(Solver[ConvWork, Cut]):
     """bwd_weight on sm_90a with at most ``MOST_CHANNELS`` input channels.
 
-    Float32 is computed as three bfloat16 products (``precision: high``), which are more accurate
-    than one in TF32, or six. Copies grad_output unless it has channels last, and the input unless
-    its rows (W, C) are contiguous; both in whole chunks of 16 bytes.
+    Copies grad_output unless it has channels last, and the input unless its rows (W, C) are
+    contiguous; both in whole chunks of 16 bytes.
     """
 
     name = "hopper_first_taps"
@@ -191,34 +148,29 @@ class HopperFirstTaps(Solver[ConvWork, Cut]):
         reason = why_not_32bit_positions(work) or why_not_summed(work)
         if reason is not None:
             return reason
-        elements = work.kernel[1] * _window(work)[0]
-        if work.dtype is DType.FLOAT32 and elements <= FEW and work.out_channels > MOST_OF_FEW:
-            return f"windows of {elements} elements leave most of several products' tiles empty"
-        chunk = work.dtype.itemsize == 2 and work.in_channels == SIXTEEN_BITS.chunk
+        chunk = work.in_channels == CHUNK
         if chunk and work.taps == max(work.stride) == 1 and work.x.strides[2] == 1:
             # 0.48 to 0.69 of the time on an H200, in five layers.
             return "a plain product of a whole chunk of channels takes less time"
-        kind = _kind(work)
-        cut = _cut(work, device, kind)
+        cut = _cut(work, device)
         if cut is None:
             return "rows do not fit into shared memory"
-        x, y = prepare_rows(work, device, kind.chunk), prepare_side(work, "grad_output", device)
+        x, y = prepare_rows(work, device, CHUNK), prepare_side(work, "grad_output", device)
         refused = (one.why_not() for one in _maps(work, cut, x.operand, y.operand))
         return next((reason for reason in refused if reason is not None), cut)
 
     def fragment(self, work: ConvWork, device: CudaDevice, cut: Cut) -> Fragment:
-        kind = cut.kind
         lines = work.batch * work.output[0] * cut.segments * work.output[1]
-        blocks = cut.groups * work.kernel[0] * ceil_div(work.out_channels, kind.channels)
+        blocks = cut.groups * work.kernel[0] * ceil_div(work.out_channels, CHANNELS)
         results = results_of(work)
         splits = _splits(work, lines, blocks, results, device)
         args = _args(work, cut)
         args.lines, args.more = divmod(lines, splits)
-        x, y = prepare_rows(work, device, kind.chunk), prepare_side(work, "grad_output", device)
+        x, y = prepare_rows(work, device, CHUNK), prepare_side(work, "grad_output", device)
         x_map, y_map = _maps(work, cut, x.operand, y.operand)
         partials = f"{work.prefix}partials"
         launch = Launch(
-            _instance(kind, cut.products, _windows_odd(work)),
+            _instance(cut.products, _windows_odd(work)),
             (blocks, splits, 1),
             (cut.threads, 1, 1),
             pack_maps(
@@ -227,16 +179,13 @@ class HopperFirstTaps(Solver[ConvWork, Cut]):
             cut.shared_bytes,
         )
         return Fragment(
-            f"{kind.name}/{splits}",
+            f"{self.name}/{splits}",
             (*y.steps, *x.steps, launch, first_sum(work, partials, splits, device)),
             (*y.workspace, *x.workspace, Workspace(partials, splits * results * 4)),
         )
 
     def instances(self) -> Iterable[Instance]:
-        return [
-            *(_instance(kind, *form) for kind in (SIXTEEN_BITS, *SPLIT) for form in FORMS),
-            *first_sum_instances(),
-        ]
+        return [*(_instance(*form) for form in FORMS), *first_sum_instances()]
 
 
 def _window(work: ConvWork) -> tuple[int, int]:
@@ -245,22 +194,13 @@ def _window(work: ConvWork) -> tuple[int, int]:
     return ceil_div(work.kernel[2] * work.in_channels + odd, EVEN) * EVEN, odd
 
 
-def _kind(work: ConvWork) -> Kind:
-    """Return the kind with the widest block of channels whose last 32 are not padding."""
-    if work.dtype is not DType.FLOAT32:
-        return SIXTEEN_BITS
-    parts = 2 if work.precision == "high" else 3
-    widest = 64 if ceil_div(work.out_channels, 32) % 2 == 0 else 32
-    return next(one for one in SPLIT if one.made == parts and one.channels <= widest)
-
-
 def _windows_odd(work: ConvWork) -> bool:
     return work.stride[2] * work.in_channels % EVEN == 1
 
 
-def _cut(work: ConvWork, device: CudaDevice, kind: Kind) -> Cut | None:
+def _cut(work: ConvWork, device: CudaDevice) -> Cut | None:
     """Return the partition with the least padding along W whose pipelines fit, or None."""
-    row = padded_width(work, kind.chunk) * work.in_channels
+    row = padded_width(work, CHUNK) * work.in_channels
     window, odd = _window(work)
     all_tiles = ceil_div(work.kernel[1] * window, TILE)
     groups = ceil_div(all_tiles, WARPGROUPS)
@@ -282,10 +222,9 @@ def _cut(work: ConvWork, device: CudaDevice, kind: Kind) -> Cut | None:
     room = device.shared_bytes_per_block - STATIC_BYTES
     for segment in segments:
         count = ceil_div(columns, segment)
-        part, reached = _part(work, kind, row, segment, count, window, odd)
+        part, reached = _part(work, row, segment, count, window, odd)
         for ahead in AHEAD:
             cut = Cut(
-                kind,
                 row,
                 odd,
                 window,
@@ -308,7 +247,7 @@ def _cut(work: ConvWork, device: CudaDevice, kind: Kind) -> Cut | None:
 
 
 def _part(
-    work: ConvWork, kind: Kind, row: int, segment: int, count: int, window: int, odd: int
+    work: ConvWork, row: int, segment: int, count: int, window: int, odd: int
 ) -> tuple[int, int]:
     """Return the elements of a part of a row of x, and the most parts that a segment's windows
     span."""
@@ -322,11 +261,9 @@ def _part(
         )
         return max(ceil_div(start % part + (segment - 1) * step + window, part) for start in starts)
 
-    sizes = [
-        size for size in range(kind.chunk, min(row, MOST_PART) + 1, kind.chunk) if row % size == 0
-    ]
+    sizes = [size for size in range(CHUNK, min(row, MOST_PART) + 1, CHUNK) if row % size == 0]
     # To TMA, each part costs about as much as 64 bytes.
-    part = min(sizes, key=lambda size: reached(size) * (size * kind.item + 64))
+    part = min(sizes, key=lambda size: reached(size) * (size * ITEM + 64))
     return part, reached(part)
 
 
@@ -345,7 +282,7 @@ def _args(work: ConvWork, cut: Cut) -> Any:
     fill(args, work, "kernel", "stride", "pad")
     fill(args, cut, "odd", "window", "tiles", "groups", "parts", "segment", "segments", "added")
     fill(args, cut, "before", "y_stages", "x_stages", "part", "x_row", "x_stage", "y_stage")
-    fill(args, cut, "made_at", "raws_at")
+    args.raws_at = cut.raws_at
     args.bfloat16 = work.dtype is DType.BFLOAT16
     return args
 
@@ -361,32 +298,24 @@ def _maps(work: ConvWork, cut: Cut, x: Operand, y: Operand) -> tuple[TiledMap, T
         TiledMap(
             work.dtype,
             x_sizes,
-            _bytes(cut.kind, (cut.part, h, d, n), x_sizes),
+            _bytes((cut.part, h, d, n), x_sizes),
             box=(cut.part, cut.reached, cut.added, 1, 1),
         ),
         TiledMap(
             work.dtype,
             y_sizes,
-            _bytes(cut.kind, y_outer, y_sizes),
+            _bytes(y_outer, y_sizes),
             swizzle=128,
-            box=(ROW_BYTES // cut.kind.item, cut.segment, 1, 1, 1),
+            box=(ROW_BYTES // ITEM, cut.segment, 1, 1, 1),
         ),
     )
 
 
-def _bytes(kind: Kind, strides: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[int, ...]:
+def _bytes(strides: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[int, ...]:
     """Return strides in bytes, with a valid one for TMA in dimensions of extent 1."""
     pairs = zip(strides, sizes[1:], strict=True)
-    return tuple(kind.item * stride if size > 1 else ROW_BYTES for stride, size in pairs)
+    return tuple(ITEM * stride if size > 1 else ROW_BYTES for stride, size in pairs)
 
 
-def _instance(kind: Kind, products: int, odd: bool) -> Instance:
-    return Instance.of(
-        f"conv/{kind.name}.cu",
-        HOPPER,
-        ELEMENT=DType.FLOAT32 if kind.made else None,
-        PARTS=kind.made or None,
-        CHANNELS=kind.channels if kind.made else None,
-        PRODUCTS=products,
-        ODD=odd,
-    )
+def _instance(products: int, odd: bool) -> Instance:
+    return Instance.of("conv/hopper_first_taps.cu", HOPPER, PRODUCTS=products, ODD=odd)

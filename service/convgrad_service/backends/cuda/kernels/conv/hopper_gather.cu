@@ -1,7 +1,7 @@
 // Dense convolution on Hopper, fprop or dgrad, as an implicit GEMM (TMA im2col, wgmma). Launched by
 // hopper_gather.py. Needs sm_90a.
 //
-// M = pixels of one phase of the result (over the batch), N = result channels,
+// Of each group: M = pixels of one phase of the result (over the batch), N = result channels,
 // K = source channels in k-tiles of 128 bytes (outer) x taps (inner). Of the last, partial chunk of channels,
 //   only as many wgmmas run as it has channels for.
 // Phases and taps are those of core/gather_axes.py: along each dimension, result position y0 + m*y_step (m in
@@ -23,7 +23,8 @@
 // Shared memory (dynamic): 1,024 bytes of alignment; STAGES stages of BM rows of 128 bytes (TAPS > 1: up to
 //   eight more) and of the weights' 64-row boxes; 8 KB of staging per consumer warpgroup; mbarriers: full and
 //   empty per stage, full and empty per entry of the tile queue, one per warpgroup (PINGPONG); the tile queue.
-// Preconditions: one group; source strides are multiples of 16 bytes. Positions outside the source are zeros.
+// Preconditions: source strides are multiples of 16 bytes; channels of several groups follow one another, and those of
+//   a group are whole MMAs along K (SINGLE: whole k-tiles). Positions outside the source are zeros.
 // Determinism: one order of additions per result, whatever the tile shape.
 // Limits: pixels of a phase and tiles below 2^31; 64-bit offsets. PINGPONG addresses results in 32-bit counts
 //   of 16 bytes: below 64 GiB (hopper_gather_plan.py: may_alternate).
@@ -112,7 +113,7 @@ __device__ __forceinline__ void consume(const HopperGatherArgs& args, const Shar
     const QueuedTile& queued = smem.queue[queue_state.index];
     const int steps = queued.steps;
     const GatherTile tile = {queued.phase, queued.first_pixel + smem.row * BM + warpgroup * kWarpgroupRows,
-                             queued.first_channel};
+                             queued.column};
     __syncwarp();
     if (lane == 0) mbarrier_arrive(smem.tile_empty_barrier(queue_state.index));
     queue_state.advance(kTileQueue);
@@ -180,7 +181,7 @@ __device__ __forceinline__ void consume(const HopperGatherArgs& args, const Shar
     mbarrier_wait(smem.tile_full_barrier(at), count_taken / kTileQueue & 1);
     const QueuedTile& queued = smem.queue[at];
     const int steps = queued.steps;
-    tile = {queued.phase, queued.first_pixel + smem.row * BM, queued.first_channel};
+    tile = {queued.phase, queued.first_pixel + smem.row * BM, queued.column};
     __syncwarp();
     if (lane == 0) mbarrier_arrive(smem.tile_empty_barrier(at));
     ++count_taken;

@@ -59,8 +59,8 @@ struct HopperGatherArgs {
   i64 y_stride[6];         // N G C D H W, in elements; accumulate's too
   float alpha;
   float beta;
-  int in_channels;    // of the source
-  int out_channels;   // of the result
+  int in_channels;    // of the source, of a group
+  int out_channels;   // of the result, of a group
   int activation;
   int plain;          // results are the sums (1), or after bias and a clamping activation (2), with wide stores
   int wide_stores;    // the result's channels are contiguous, in whole and aligned 16-byte chunks;
@@ -69,7 +69,7 @@ struct HopperGatherArgs {
   int dims;           // dimensions of the source's tensor maps
   int rounds;
   int slots;          // tiles of a round: of all phases, over pixels and channels
-  int channel_tiles;
+  int channel_tiles;  // of all groups
   int phases;
   // hopper_gather_single.cuh: blocks that split K; see SplitKReduce; pipeline stages; bytes for results and of
   // a box of pixels (with TAPS > 1 always); whether any tile skips taps.
@@ -81,6 +81,11 @@ struct HopperGatherArgs {
   int y_step[3];
   int r_step[3];
   int images;  // of each of several parts of the source, which follow one another
+  int group_tiles;    // channel tiles of a group
+  int source_group;   // channels of the source from one group's first to the next one's
+  int weight_group;   // rows of a group's weight
+  int weight_rows;    // and of all groups', in each of several parts
+  Divider by_group;   // group_tiles
   const float* unscale;  // the factor of the sums of parts' products
   GatherPhase phase[MAPS];
 };
@@ -117,10 +122,17 @@ __device__ __forceinline__ bool is_result(const GatherPhase& phase, const PixelA
   return TAPS == 1 || pixel.at[0] < phase.axis[2].count;
 }
 
-// The origin of a cluster's tile: pixels of one phase, and channels.
+// The origin of a cluster's tile: pixels of one phase, and which of the channel tiles of all groups.
 struct GatherTile {
-  int phase, first_pixel, first_channel;
+  int phase, first_pixel, column;
 };
+
+// The first channel of a column of kChannels, among those of all groups of the result.
+template <int kChannels>
+__device__ __forceinline__ int first_channel_of(const HopperGatherArgs& args, int column) {
+  const int group = divide(column, args.by_group);
+  return group * args.out_channels + (column - group * args.group_tiles) * kChannels;
+}
 
 __device__ __forceinline__ const GatherPhase& phase_of(const HopperGatherArgs& args, int phase) {
   return args.phase[MAPS == 1 ? 0 : phase];
@@ -129,7 +141,7 @@ __device__ __forceinline__ const GatherPhase& phase_of(const HopperGatherArgs& a
 // The tile at `slot` of the schedule; false where there is none. Each of several rounds has a part of all
 // phases' tiles, phases with the most taps first, so that phases read the source while it is in the L2 cache.
 // Channel tiles are the fastest.
-template <int kPixels, int kChannels>
+template <int kPixels>
 __device__ __forceinline__ bool tile_at(const HopperGatherArgs& args, int slot, int slots,
                                         GatherTile& tile) {
   if (slot >= slots) return false;
@@ -139,7 +151,7 @@ __device__ __forceinline__ bool tile_at(const HopperGatherArgs& args, int slot, 
     slot -= round * args.slots;
   }
   const u32 pixel_slot = static_cast<u32>(slot) / static_cast<u32>(args.channel_tiles);
-  tile.first_channel = (slot - pixel_slot * args.channel_tiles) * kChannels;
+  tile.column = slot - pixel_slot * args.channel_tiles;
   int index = pixel_slot, phase = 0;
   while (index >= args.phase[phase].share) index -= args.phase[phase++].share;
   index += round * args.phase[phase].share;
@@ -170,7 +182,8 @@ __device__ __forceinline__ u32 taps_inside(const HopperGatherArgs& args, const G
 
 // An entry of a block's tile queue, in shared memory.
 struct QueuedTile {
-  int phase, first_pixel, first_channel;  // of the cluster's tile
+  int phase, first_pixel, column;         // of the cluster's tile
+  int group, first_channel;               // where the column is
   int steps;                              // k-tiles of this block; negative: end of the queue
   u32 taps[3];                            // bit masks of the taps along D, H and W
   int at[3], image;                       // source coordinates of the first pixel that this block loads

@@ -43,7 +43,10 @@ from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS
 from convgrad_service.backends.cuda.kernels.core.gather_axes import Axis, divider, gather_axis
 from convgrad_service.backends.cuda.kernels.core.limits import DTYPES, Requirements
 from convgrad_service.backends.cuda.kernels.core.tensor_maps import TensorMap, pack_maps
-from convgrad_service.backends.cuda.kernels.layout.channels_last import in_whole_chunks
+from convgrad_service.backends.cuda.kernels.layout.channels_last import (
+    in_whole_chunks,
+    why_not_contiguous_groups,
+)
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import H200, HOPPER, CudaDevice
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
@@ -66,6 +69,8 @@ MAPS = (1, LAUNCHED_PHASES)
 MOST_PHASES = 4 * LAUNCHED_PHASES
 # The most taps of a phase along one dimension: a bit mask holds them.
 MAX_TAPS = 32
+# Of an operand's row, along K of an MMA.
+MMA_BYTES = 32
 MAX_PIXELS = 2**31 - 2048
 UNBOUNDED = 2**31 - 1
 # What the launch before it that transposes a TF32 weight adds, on an H200: the median of 1x1 layers
@@ -78,11 +83,11 @@ PLANES_S = 2e-6
 AxisArgs = structure("conv/hopper_gather.cuh", "GatherAxis")
 
 
-NEEDS = Requirements(tf32=True, hopper=True)
+NEEDS = Requirements(tf32=True, hopper=True, grouped=None)
 
 
 class HopperGather:
-    """fwd and bwd_data of ungrouped layers, in 16 bits or in TF32 (``precision: high``)."""
+    """fwd and bwd_data, in 16 bits or in TF32 (``precision: high``)."""
 
     name = "hopper_gather"
 
@@ -118,6 +123,8 @@ class HopperGather:
         if (reason := NEEDS.why_not(work, device)) is not None:
             return reason
         read, written = work.channels
+        if (reason := _why_not_groups(work)) is not None:
+            return reason
         least_channels = _least_channels(work, compared=self._direct)
         if self._parts > 1 and not self._everything:
             least_channels = LEAST_CHANNELS_OF_PARTS
@@ -237,14 +244,18 @@ def _launch(
     args.in_channels, args.out_channels = read, written
     args.activation = ACTIVATIONS[work.activation]
     size = work.sizes[1]
-    args.wide_stores = in_whole_chunks(result, (work.batch, 1, written, *size), 2)
+    args.wide_stores = in_whole_chunks(result, (work.batch, work.groups, written, *size), 2)
     args.plain = (1 if work.epilogue_free else 2 * finished) if args.wide_stores else 0
     if planes:
         args.wide_stores = pixels_beside(work)
     args.images_first, args.images = schedule.images_first, work.batch
     args.dims = work.conv.ndim + 2
     args.rounds = schedule.rounds
-    args.channel_tiles = ceil_div(written, tile.n)
+    args.group_tiles = ceil_div(written, tile.n)
+    args.by_group = divider(args.group_tiles)
+    args.channel_tiles = work.groups * args.group_tiles
+    args.source_group, args.weight_group = sides.x.strides[1], sides.weight_rows
+    args.weight_rows = work.groups * sides.weight_rows
     args.phases = len(phases)
     fill_axes(args, axes, "x_size", "x_step", "x_tap", "y_step", "r_step")
     shares = 0
@@ -328,6 +339,21 @@ def _maps_of(tile: HopperTile, dtype: DType, store: str, *, across: bool) -> tup
     return MAPS[1:] if tile.has_planes else MAPS
 
 
+def _why_not_groups(work: ConvWork) -> str | None:
+    """Return why tiles of single groups cannot be computed, or None. Of a group's last k-tile, only
+    products of whole MMAs are omitted: others would multiply the next group's channels."""
+    if work.groups == 1:
+        return None
+    if (reason := why_not_contiguous_groups(work)) is not None:
+        return reason
+    if work.w.strides[0] != work.out_channels * work.w.strides[1]:
+        return "the groups of the weight are not contiguous"
+    depth = MMA_BYTES // work.dtype.itemsize
+    if work.channels[0] % depth:
+        return f"{work.channels[0]} channels per group are not a multiple of {depth}"
+    return None
+
+
 def _least_channels(work: ConvWork, *, compared: bool) -> int:
     """Return the fewest channels of either side; ``compared`` by expected times with others."""
     if work.dtype is DType.FLOAT32:
@@ -341,7 +367,7 @@ def _least_terms(work: ConvWork, axes: Sequence[Axis], written: int) -> int:
     size = work.sizes[1]
     if stores_planes(work):
         return 0
-    if not in_whole_chunks(result, (work.batch, 1, written, *size), 2):
+    if not in_whole_chunks(result, (work.batch, work.groups, written, *size), 2):
         return LEAST_TERMS_APART
     if work.epilogue_free or finishes_rows(work, axes):
         return 0

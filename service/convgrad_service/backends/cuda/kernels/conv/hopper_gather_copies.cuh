@@ -90,7 +90,7 @@ __device__ __forceinline__ void schedule_tiles(const HopperGatherArgs& args, con
 #pragma unroll 1
   for (int order_barrier = 0; order_barrier < schedule.count(); ++order_barrier) {
     GatherTile tile;
-    if (!tile_at<BM * SHARING, BN>(args, schedule.smem(order_barrier), schedule.all, tile)) {
+    if (!tile_at<BM * SHARING>(args, schedule.smem(order_barrier), schedule.all, tile)) {
       continue;
     }
     const GatherPhase& phase = phase_of(args, tile.phase);
@@ -98,7 +98,8 @@ __device__ __forceinline__ void schedule_tiles(const HopperGatherArgs& args, con
     const PixelAt first = pixel_at(phase, tile.first_pixel), last = pixel_at(phase, past - 1);
     const PixelAt own = pixel_at(phase, tile.first_pixel + smem.row * BM);
     queued.phase = tile.phase, queued.first_pixel = tile.first_pixel;
-    queued.first_channel = tile.first_channel;
+    queued.column = tile.column, queued.group = divide(tile.column, args.by_group);
+    queued.first_channel = (tile.column - queued.group * args.group_tiles) * BN;
     int steps = chunks;
 #pragma unroll
     for (int d = 0; d < 3; ++d) {
@@ -114,12 +115,12 @@ __device__ __forceinline__ void schedule_tiles(const HopperGatherArgs& args, con
   enqueue(queued);
 }
 
-// Calls load(channel, t, r, s, part) for each k-tile of this block: chunks of channels (outer) and taps that are not
-// skipped (inner). Parts of one follow one another, the smallest first.
+// Calls copy(channel, t, r, s, part) for each k-tile of this block: chunks of channels (outer), from `first` on, and taps
+// that are not skipped (inner). Parts of one follow one another, the smallest first.
 template <class Copy>
-__device__ __forceinline__ void for_each_step(const QueuedTile& tile, int channels, const Copy& copy) {
+__device__ __forceinline__ void for_each_step(const QueuedTile& tile, int first, int channels, const Copy& copy) {
 #pragma unroll 1
-  for (int channel = 0; channel < channels; channel += kTileK) {
+  for (int channel = first; channel < first + channels; channel += kTileK) {
 #pragma unroll 1
     for (int t = next_bit(tile.taps[0], -1); t < 32; t = next_bit(tile.taps[0], t)) {
 #pragma unroll 1
@@ -154,7 +155,7 @@ __device__ __forceinline__ void load_pixels(const HopperGatherArgs& args, const 
 #pragma unroll
     for (int axis = 0; axis < 3; ++axis) base_offset[axis] = phase.axis[axis].x0 - phase.axis[axis].low;
     if (TAPS > 1) base_offset[2] = 0;
-    for_each_step(tile, channels, [&](int channel, int t, int r, int s, int part) {
+    for_each_step(tile, tile.group * args.source_group, channels, [&](int channel, int t, int r, int s, int part) {
       mbarrier_wait(smem.empty_barrier(state.index), state.parity);
       const u32 barrier = smem.full_barrier(state.index), to = smem.stage(state.index);
       mbarrier_arrive_expect_tx(barrier, TAPS > 1 ? args.a_bytes : kABytes);
@@ -190,7 +191,8 @@ __device__ __forceinline__ void load_weights(const HopperGatherArgs& args, const
     if (tile.steps < 0) return;
     const GatherPhase& phase = phase_of(args, tile.phase);
     const int r0[3] = {phase.axis[0].r0, phase.axis[1].r0, phase.axis[2].r0};
-    for_each_step(tile, channels, [&](int channel, int j0, int j1, int j2, int part) {
+    const int group_row = tile.group * args.weight_group;
+    for_each_step(tile, ACROSS ? group_row : 0, channels, [&](int channel, int j0, int j1, int j2, int part) {
       mbarrier_wait(smem.empty_barrier(state.index), state.parity);
       const u32 barrier = smem.full_barrier(state.index), to = smem.stage(state.index) + kABytes;
       mbarrier_arrive_expect_tx(barrier, kWeightBytes);
@@ -212,12 +214,12 @@ __device__ __forceinline__ void load_weights(const HopperGatherArgs& args, const
             const int box = kWholeBoxes ? smem.row * kLoadedBoxes + i : i;
             const int own = kWholeBoxes ? 0 : smem.row * kLoadedK;
             load(at + box * kBoxBytes + own * kRowBytes,
-                 {tile.first_channel + box * kBoxColumns, s, r, t, part * channels + channel + own});
+                 {tile.first_channel + box * kBoxColumns, s, r, t, part * args.weight_rows + channel + own});
           }
         } else {
           const int own = smem.row * kLoadedChannels;
           load(at + own * kRowBytes,
-               {channel, s, r, t, part * args.out_channels + tile.first_channel + own});
+               {channel, s, r, t, part * args.weight_rows + group_row + tile.first_channel + own});
         }
       }
       state.advance(STAGES);

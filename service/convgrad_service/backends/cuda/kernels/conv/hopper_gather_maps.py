@@ -12,6 +12,7 @@ from convgrad_service.backends.cuda.kernels.core.gather_axes import Axis, Phase
 from convgrad_service.backends.cuda.kernels.core.tensor_maps import Im2colMap, TiledMap
 from convgrad_service.backends.cuda.kernels.layout.channels_last import (
     CHUNK_BYTES,
+    every_channel,
     overlapping,
     prepare_side,
     prepare_weight,
@@ -72,6 +73,11 @@ class Sides:
         return self.work.direction == "bwd_data" and not _turned(self.work)
 
     @property
+    def weight_rows(self) -> int:
+        """Rows of a group's weight, as `weight_map` has it."""
+        return self.work.in_channels if _turned(self.work) else self.work.out_channels
+
+    @property
     def _dims(self) -> int:
         """Spatial dimensions of the maps."""
         return self.work.conv.ndim
@@ -80,7 +86,8 @@ class Sides:
         self, axes: Sequence[Axis], phase: Combined, tile: HopperTile, images_first: bool
     ) -> Im2colMap:
         """Return the tensor map of the pixels that a phase reads with its lowest tap."""
-        x, channels = self.x, self.work.channels[0]
+        x = self.x
+        channels = every_channel(x, self.work.groups, self.work.channels[0])
         item, halo = x.dtype.itemsize, tile.halo(axes[2], phase[2])
         dims = []  # size, stride, step, corners
         for dim in (2, 1, 0)[: self._dims]:
@@ -113,12 +120,10 @@ class Sides:
         item = self.w.dtype.itemsize
         _, k, c, *kernel = self.w.strides
         work = self.work
-        # The innermost extent, the outermost extent, and the stride of the latter.
-        channels, others, step = work.in_channels, work.out_channels, k
-        if _turned(work):
-            channels, others, step = work.out_channels, work.in_channels, c
+        # The innermost extent, and the stride of rows.
+        channels, step = (work.out_channels, c) if _turned(work) else (work.in_channels, k)
         row = _row_bytes(self.w, channels)
-        sizes = *reversed(work.kernel), self.parts * others
+        sizes = *reversed(work.kernel), self.parts * work.groups * self.weight_rows
         strides = *reversed(kernel), step
         depth = ROW_BYTES // item
         return TiledMap(

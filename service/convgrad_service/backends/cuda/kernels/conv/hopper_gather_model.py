@@ -90,7 +90,7 @@ def choose_schedule(
         ),
         lambda found: lines(work, axes, device, found),
         device,
-        corrected=work.dtype.itemsize == 2 and parts == 1,
+        corrected=work.dtype.itemsize == 2 and parts == 1 and work.groups == 1,
     )
 
 
@@ -114,11 +114,11 @@ def lines(
         for count, phase in zip(pixels, phases, strict=True)
     )
     tiles = [schedule.tile for _, schedule in found]
-    whole = in_whole_chunks(work.result, (work.batch, 1, written, *work.sizes[1]), 2)
+    whole = in_whole_chunks(work.result, (work.batch, work.groups, written, *work.sizes[1]), 2)
     return features(
         expected_s=[time_s for time_s, _ in found],
         rows=sum(pixels),
-        columns=written,
+        columns=work.groups * written,
         depth=max(1.0, read * taps / sum(pixels)),
         m=[tile.pixels for tile in tiles],
         n=[tile.n for tile in tiles],
@@ -157,7 +157,7 @@ def expected_s(
 
 def _moved_bytes(work: ConvWork, parts: int) -> int:
     """Return the bytes of the operands' parts and of the result."""
-    written = work.batch * work.channels[1] * prod(work.sizes[1])
+    written = work.batch * work.groups * work.channels[1] * prod(work.sizes[1])
     read = parts * work.dtype.itemsize * (work.elements - written)
     return read + work.result_dtype.itemsize * written
 
@@ -169,14 +169,15 @@ def _single_s(
     read, written = work.channels
     chunks = ceil_div(read * work.dtype.itemsize, ROW_BYTES)
     taps = _tile_steps(work, axes, schedule)
+    columns = work.groups * ceil_div(written, tile.n)
     return single_s(
         SingleWave(
             m=tile.m,
             n=tile.n,
-            tiles=len(taps) * ceil_div(written, tile.n),
+            tiles=len(taps) * columns,
             steps=float(taps.max()) * chunks,
             mean_steps=float(taps.mean()) * chunks,
-            empty=int((taps == 0).sum()) * ceil_div(written, tile.n),
+            empty=int((taps == 0).sum()) * columns,
             split=tile.split,
             blocks=tile.blocks,
             slots=tile.clusters(device) * tile.split,
@@ -208,7 +209,7 @@ def _busy_s(work: ConvWork, axes: Sequence[Axis], device: CudaDevice, schedule: 
     tile = schedule.tile
     read, written = work.channels
     chunks = ceil_div(read * work.dtype.itemsize, ROW_BYTES)
-    columns = ceil_div(written, tile.n)
+    columns = work.groups * ceil_div(written, tile.n)
     workers = tile.clusters(device)
     taps = _tile_steps(work, axes, schedule)
     counts = np.repeat(taps * chunks, columns)

@@ -61,7 +61,7 @@ __device__ __forceinline__ void store_part(const Results<T, 1, kFragmentsN>& res
     __syncwarp();
     results.template write_rows<kFinish>(staging_rows, accum[0], j * kOfBuffer);
     __syncwarp();
-    const bool inside = results.first_channel + j * Part::kRowOf + column < results.args.out_channels &&
+    const bool inside = results.first_channel + j * Part::kRowOf + column < results.end_channel &&
                         j * Part::kRowOf + column < kFragmentsN * 8;
     u32 words[4][4];
 #pragma unroll

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from convgrad_service.backends.cuda.kernels.conv.hopper_gather_maps import Combined, combined
 from convgrad_service.backends.cuda.kernels.conv.hopper_gather_tiles import (
     MOST_HALO,
+    ROW_BYTES,
     HopperTile,
     tiles_of,
 )
@@ -111,22 +112,24 @@ def possible(work: ConvWork, axes: Sequence[Axis], device: CudaDevice, schedule:
         return True
     if is_product(work) and tile.parts == 1:
         return False
+    if work.groups > 1 and work.channels[0] * work.dtype.itemsize % ROW_BYTES:
+        return False  # they multiply whole k-tiles
     if max(prod(along.taps for along in phase) for phase in phases) > MOST_LISTED:
         return False
     waves = 1 if tile.split > 1 else MOST_WAVES
     rows = sum(row_tiles(work, axes, tile))
-    tiles = rows * ceil_div(work.channels[1], tile.n)
+    tiles = rows * work.groups * ceil_div(work.channels[1], tile.n)
     return rows <= MOST_ROWS and tiles <= waves * tile.clusters(device)
 
 
 def is_product(work: ConvWork) -> bool:
-    """Return whether it is a 1x1 convolution of stride 1."""
-    return work.taps == 1 and max(work.stride) == 1
+    """Return whether it is an ungrouped 1x1 convolution of stride 1."""
+    return work.groups == work.taps == 1 and max(work.stride) == 1
 
 
 def is_plain(work: ConvWork) -> bool:
     """Return whether results are sums without an epilogue, in whole, aligned chunks of channels."""
-    extents = (work.batch, 1, work.channels[1], *work.sizes[1])
+    extents = (work.batch, work.groups, work.channels[1], *work.sizes[1])
     return work.epilogue_free and in_whole_chunks(work.result, extents, 2)
 
 
@@ -241,7 +244,8 @@ def candidates(
     work: ConvWork, axes: Sequence[Axis], device: CudaDevice, parts: int = 1
 ) -> Iterator[Schedule]:
     read, written = work.channels
-    source = work.batch * read * work.dtype.itemsize * prod(axis.x_size for axis in axes)
+    source = work.batch * work.groups * read * prod(axis.x_size for axis in axes)
+    source *= work.dtype.itemsize
     phases = combined(axes)
     pads = any(
         along.x0 + j * axis.x_tap < 0
@@ -263,7 +267,8 @@ def candidates(
         rounds = 1
         if len(phases) > 1 and not tile.single:
             pixels = sum(work.batch * prod(along.count for along in phase) for phase in phases)
-            turns = ceil_div(pixels, tile.m) * ceil_div(written, tile.n) // device.multiprocessors
+            columns = work.groups * ceil_div(written, tile.n)
+            turns = ceil_div(pixels, tile.m) * columns // device.multiprocessors
             rounds = max(1, min(source // ROUND_BYTES, turns // ROUND_TURNS))
         yield Schedule(tile, False, rounds)
         if by_image and tile.taps == 1:

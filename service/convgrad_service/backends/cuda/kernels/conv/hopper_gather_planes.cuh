@@ -83,7 +83,7 @@ __device__ __forceinline__ void store_planes(const Results<T, kMmasM, kFragments
                  to.first_channel * step;
 #pragma unroll
     for (int j = 0; j < kBlocks; ++j) {
-      const int left = min(args.out_channels - to.first_channel, kFragmentsN * 8) - j * kChannels;
+      const int left = min(to.end_channel - to.first_channel, kFragmentsN * 8) - j * kChannels;
       const int channels = min(left, kChannels);
       named_barrier_sync(barrier, 128);
       transpose<T>(to.staging, accum[part], j * kOf);

@@ -21,7 +21,7 @@ struct Results {
   const HopperGatherArgs& args;
   const GatherPhase& phase;
   i64 row_at;  // element offset of channel 0 of this lane's row, see row_of
-  int first_pixel, first_channel;
+  int first_pixel, first_channel, end_channel;  // the tile's first channel, and its group's end
   int lane, warp;  // warp within the warpgroup
   u32 staging;
 
@@ -30,7 +30,8 @@ struct Results {
       : args(args),
         phase(phase_of(args, tile.phase)),
         first_pixel(tile.first_pixel),
-        first_channel(tile.first_channel),
+        first_channel(first_channel_of<kFragmentsN * 8>(args, tile.column)),
+        end_channel((divide(tile.column, args.by_group) + 1) * args.out_channels),
         lane(threadIdx.x % 32),
         warp(threadIdx.x % 128 / 32),
         staging(staging) {
@@ -91,7 +92,7 @@ struct Results {
         write_rows<kFinish>(staging_rows, accum[part], j * kOfBuffer);
         __syncwarp();
         // Read all before storing any: a store holds its registers for long.
-        const bool inside = first_channel + j * kRowOf + column < args.out_channels &&
+        const bool inside = first_channel + j * kRowOf + column < end_channel &&
                             j * kRowOf + column < kFragmentsN * 8;
         u32 all[4][4];
 #pragma unroll
@@ -130,7 +131,7 @@ struct Results {
     if constexpr (!kFinish) return 0;
     const int channel = first_channel + fragment * 8 + lane % 4 * 2;
     u32 both;
-    load_if(args.bias != nullptr && channel < args.out_channels,
+    load_if(args.bias != nullptr && channel < end_channel,
             static_cast<const T*>(args.bias) + channel, both);
     return both;
   }
@@ -171,7 +172,7 @@ struct Results {
       const int part = block / (kFragmentsN / 4);
       const int pixel = first_pixel + part * 64 + warp * 16;
       const int channel = first_channel + block % (kFragmentsN / 4) * 32;
-      if (channel < args.out_channels && pixel < phase.pixels) {
+      if (channel < end_channel && pixel < phase.pixels) {
         __syncwarp();
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
@@ -217,7 +218,7 @@ struct Results {
     for (int i = lane; i < 16 * kOfRow; i += 32) {
       const int row = i / kOfRow, column = i % kOfRow * kChunk;
       const i64 row_start = row_of(in_part, row), at = row_start + channel + column;
-      if (row_start < 0 || channel + column >= args.out_channels) continue;
+      if (row_start < 0 || channel + column >= end_channel) continue;
       Chunk finished_chunk, previous = Chunk::zero();
       if (args.accumulate != nullptr) {
         previous = Chunk::load(static_cast<const T*>(args.accumulate) + at);
@@ -248,7 +249,7 @@ struct Results {
       const int row = channels_last ? i / 32 : i % 16, column = channels_last ? i % 32 : i / 16;
       const i64 row_start = row_of(part, row);
       const i64 at = row_start + (channel + column) * args.y_stride[2];
-      if (row_start < 0 || channel + column >= args.out_channels) continue;
+      if (row_start < 0 || channel + column >= end_channel) continue;
       const float value = __uint_as_float(ld_shared_u32(staging_address(staging_rows, row, column)));
       static_cast<T*>(args.y)[at] = narrow<T>(finished(value, at, channel + column));
     }
@@ -261,7 +262,7 @@ struct Results {
     if (args.wide_stores) {
 #pragma unroll
       for (int first = 0; first < 8; first += kChunk) {
-        if (channel + first >= args.out_channels) return;
+        if (channel + first >= end_channel) return;
         Chunk chunk;
 #pragma unroll
         for (int e = 0; e < kChunk; ++e) {
@@ -274,7 +275,7 @@ struct Results {
     }
 #pragma unroll
     for (int e = 0; e < 8; ++e) {
-      if (channel + e >= args.out_channels) return;
+      if (channel + e >= end_channel) return;
       const i64 here = at + e * args.y_stride[2];
       static_cast<T*>(args.y)[here] = narrow<T>(finished(sums[e], here, channel + e));
     }

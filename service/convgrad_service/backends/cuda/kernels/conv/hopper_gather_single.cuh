@@ -119,7 +119,7 @@ __device__ __forceinline__ void store_owned(const TileRows& tile, const Reduce& 
   for (int first = 0; first < reduce.fragment_count(); first += 4) {
     const int fragment = first + tile.lane / 8, row = tile.lane % 8, f = reduce.first_fragment() + fragment;
     const int part = kMmasM == 1 ? 0 : f / kFragmentsN, channel = tile.first_channel + f % kFragmentsN * 8;
-    const bool own = fragment < reduce.fragment_count() && channel < tile.args.out_channels;
+    const bool own = fragment < reduce.fragment_count() && channel < tile.end_channel;
     float sums[2][8];
     if (own) reduce.load_rows(fragment, row, sums);
 #pragma unroll 1

@@ -49,6 +49,7 @@ struct SharedLayout {
 // The tile of a block, and its k-tiles [first, end), numbered with taps as the inner loop.
 struct Place {
   GatherTile tile;
+  int group, first_channel;  // where the tile's column is
   int part;  // rank in the cluster
   int first, end, taps;
 
@@ -58,7 +59,9 @@ struct Place {
     if (MAPS > 1) {
       while (row >= args.phase[phase].tiles) row -= args.phase[phase++].tiles;
     }
-    tile = {phase, row * BM, static_cast<int>(blockIdx.y) * BN};
+    tile = {phase, row * BM, static_cast<int>(blockIdx.y)};
+    group = divide(tile.column, args.by_group);
+    first_channel = (tile.column - group * args.group_tiles) * BN;
     const GatherPhase& of = phase_of(args, phase);
     taps = of.axis[0].taps * of.axis[1].taps * (TAPS > 1 ? 1 : of.axis[2].taps);
     const int all = (args.in_channels + kTileK - 1) / kTileK * taps;
@@ -174,7 +177,7 @@ __device__ __forceinline__ void produce_pixels(const HopperGatherArgs& args, con
   at[3] = image(first, args.images_first);
   const bool elected = elect_one(), any = place.end > place.first;
   PipelineState state{0, 1};
-  const int first_image = at[3];
+  const int first_image = at[3], first_channel = place.group * args.source_group;
   auto load = [&](u32 entry, int channel, bool waits) {
     const int t = entry & 255, r = entry >> 8 & 255, s = entry >> 16;
 #pragma unroll
@@ -183,7 +186,7 @@ __device__ __forceinline__ void produce_pixels(const HopperGatherArgs& args, con
       const u32 barrier = smem.full_barrier(state.index);
       mbarrier_arrive_expect_tx(barrier, args.a_bytes);
       if (PARTS > 1) at[3] = first_image + part * args.images;
-      load_pixels<kDims, kImages>(smem.stage(state.index), barrier, map, at, channel, base[0] + t * tap[0],
+      load_pixels<kDims, kImages>(smem.stage(state.index), barrier, map, at, first_channel + channel, base[0] + t * tap[0],
                                   base[1] + r * tap[1], base[2] + s * tap[2]);
       state.advance(smem.stages);
     }
@@ -219,6 +222,7 @@ __device__ __forceinline__ void produce_weights(const HopperGatherArgs& args, co
   const GatherPhase& phase = phase_of(args, place.tile.phase);
   const int r0[3] = {phase.axis[0].r0, phase.axis[1].r0, phase.axis[2].r0};
   const int step[3] = {args.r_step[0], args.r_step[1], args.r_step[2]};
+  const int first_row = place.group * args.weight_group + (ACROSS ? 0 : place.first_channel);
   PipelineState state{0, 1};
   auto load = [&](u32 entry, int channel, bool waits) {
     const int t = r0[0] + (entry & 255) * step[0], r = r0[1] + (entry >> 8 & 255) * step[1],
@@ -235,12 +239,12 @@ __device__ __forceinline__ void produce_weights(const HopperGatherArgs& args, co
 #pragma unroll
           for (int box = 0; box < kBoxes; ++box) {
             tma_load<5>(to + tap * kBBytes + box * kBoxBytes, args.weight, barrier,
-                        {place.tile.first_channel + box * kBoxColumns, s_tap, r, t, part * args.in_channels + channel},
+                        {place.first_channel + box * kBoxColumns, s_tap, r, t, part * args.weight_rows + first_row + channel},
                         kEvictLast);
           }
         } else {
           tma_load<5>(to + tap * kBBytes, args.weight, barrier,
-                      {channel, s_tap, r, t, part * args.out_channels + place.tile.first_channel}, kEvictLast);
+                      {channel, s_tap, r, t, part * args.weight_rows + first_row}, kEvictLast);
         }
       }
       state.advance(smem.stages);

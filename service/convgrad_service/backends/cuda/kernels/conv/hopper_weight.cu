@@ -1,7 +1,7 @@
 // wgrad of a dense convolution on Hopper, as an implicit GEMM (TMA im2col, wgmma). Launched by
 // hopper_weight.py. Needs sm_90a.
 //
-// M = channels of grad_output (y), N = taps x input channels, K = pixels of y:
+// Of each group: M = channels of grad_output (y), N = taps x input channels, K = pixels of y:
 //   w[k, c, r] = sum over pixels (n, o) of y[n, k, o] * x[n, c, o*stride + r*dilation - pad].
 // A k-tile is 64 pixels: boxes of 64 channels of y, and boxes of CHANNELS channels of x, each of one tap or of
 // `shared_taps` adjacent taps along W, which read the same box `dilation` rows apart. For the latter, rows

@@ -17,13 +17,14 @@ struct WeightResult {
   i64 w_stride[6];         // G K C T R S, in elements; accumulate's too
   float alpha;
   float beta;
-  int in_channels;
+  int in_channels;   // of a group, as all channels and columns
   int out_channels;
   int kernel[3];
   int shared_taps;   // adjacent taps along W that one box of x serves
   int along;         // groups of such taps in a kernel row
   int boxes;         // boxes of x in a tile
-  int row_tiles;
+  int row_tiles;     // of all groups of the convolution, each with `group_tiles`
+  int group_tiles;
   int column_tiles;
   int rows_first;    // tiles are ordered along rows first, not along columns
   int whole;         // tiles with a single share; `shares` blocks split the others' K
@@ -43,6 +44,7 @@ struct WeightResult {
   Divider by_kernel;    // kernel[1]
   Divider by_row;       // tiles along the first direction
   Divider by_parted;    // units of a share, a cluster counted as one
+  Divider by_group;     // row tiles of a group of the convolution
 };
 
 // What the operands are: a box of x is read for each k-tile of y, by tensor maps.
@@ -69,24 +71,27 @@ __device__ __forceinline__ Box box_at(const WeightResult& of, int index) {
           c < of.in_channels};
 }
 
-// The coordinates of a tile.
+// The coordinates of a tile; its row is one of its group's.
 struct Place {
-  int row, column;
+  int row, column, group;
 };
 
 __device__ __forceinline__ Place place_of(const WeightResult& of, int tile) {
   const int fast = of.rows_first ? of.row_tiles : of.column_tiles;
   const int slow = divide(tile, of.by_row), rest = tile - slow * fast;
-  return of.rows_first ? Place{rest, slow} : Place{slow, rest};
+  const int row = of.rows_first ? rest : slow, column = of.rows_first ? slow : rest;
+  const int group = divide(row, of.by_group);
+  return {row - group * of.group_tiles, column, group};
 }
 
 // The rows and columns of a tile that a thread holds: two columns of each fragment, in rows `k` and k +
 // 8; the next 64 rows are in its next fragments.
 struct Own {
-  int first_box, k, column;
+  int first_box, k, column, group;
 
   __device__ __forceinline__ Own(const WeightResult& of, int tile, int warpgroup, int thread) {
     const Place place = place_of(of, tile);
+    group = place.group;
     const int row_boxes = of.spread ? of.rows : of.rows * of.warpgroups;
     const int each = of.shared_taps > 1 ? 1 : of.fragments * 8 / of.channels;
     first_box = place.column * of.boxes + (of.spread ? warpgroup * of.products * each : 0);
@@ -105,8 +110,8 @@ struct Own {
   }
 };
 
-__device__ __forceinline__ i64 result_at(const WeightResult& of, int k, const Box& box) {
-  return k * of.w_stride[1] + box.c * of.w_stride[2] + box.t * of.w_stride[3] +
+__device__ __forceinline__ i64 result_at(const WeightResult& of, int group, int k, const Box& box) {
+  return group * of.w_stride[0] + k * of.w_stride[1] + box.c * of.w_stride[2] + box.t * of.w_stride[3] +
          box.r * of.w_stride[4] + box.s * of.w_stride[5];
 }
 

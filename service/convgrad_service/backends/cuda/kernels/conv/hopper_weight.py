@@ -33,8 +33,10 @@ from convgrad_service.backends.cuda.kernels.core.limits import IN_16_BITS, Requi
 from convgrad_service.backends.cuda.kernels.core.tensor_maps import Im2colMap, TensorMap, pack_maps
 from convgrad_service.backends.cuda.kernels.layout.channels_last import (
     Prepared,
+    every_channel,
     overlapping,
     prepare_side,
+    why_not_contiguous_groups,
 )
 from convgrad_service.backends.cuda.kernels.layout.planes import ROW_BYTES, PixelRows, image_rows
 from convgrad_service.backends.cuda.tuning.correction import fastest
@@ -69,7 +71,7 @@ MOST_SHIFT = {1: 65535, 2: 255, 3: 31}
 SUM_BLOCK, SUM_EACH, MOST_SLICES, SUM_THREADS = 256, 4, 8, 132 * 1024
 
 
-NEEDS = Requirements(tf32=True, hopper=True)
+NEEDS = Requirements(tf32=True, hopper=True, grouped=None)
 
 
 class HopperWeight:
@@ -109,9 +111,10 @@ class HopperWeight:
                 f"{work.in_channels} channels to {work.out_channels} would leave most of a tile; "
                 f"expected {self._least_channels} on either side"
             )
+        if (reason := why_not_contiguous_groups(work)) is not None:
+            return reason
         rows = _rows(work, rows, parts)
-        reason = why_not_im2col(work) if rows is None else None
-        if reason is not None:
+        if rows is None and (reason := why_not_im2col(work)) is not None:
             return reason
         if _best(work, device, rows, parts) is None:
             return "no partition has indices and tensor maps that the kernel and TMA accept"
@@ -154,7 +157,7 @@ class HopperWeight:
                 (cut.blocks(device), 1, 1),
                 (cut.tile.threads, 1, 1),
                 pack_maps(
-                    arguments(work, cut, device, rows),
+                    arguments(work, cut, device, rows, x.operand, y.operand),
                     {
                         f"{name}{part}": (operand, _of_part(one, operand, work.batch, part))
                         for name, operand, one in zip(
@@ -258,7 +261,7 @@ def _best(
         every,
         lambda found: lines(work, device, found),
         device,
-        corrected=work.dtype.itemsize == 2 and parts == 1,
+        corrected=work.dtype.itemsize == 2 and parts == 1 and work.groups == 1,
     )
 
 
@@ -346,8 +349,12 @@ def im2col_maps(
         )
     )
     lower = tuple(-pad for pad in work.pad)
-    of_x = x, work.in_channels, work.input, lower, upper, work.stride
-    of_y = y, work.out_channels, work.output, (0, 0, 0), halo, (1, 1, 1)
+    every_x, every_y = (
+        every_channel(one, work.groups, channels) if one else work.groups * channels
+        for one, channels in ((x, work.in_channels), (y, work.out_channels))
+    )
+    of_x = x, every_x, work.input, lower, upper, work.stride
+    of_y = y, every_y, work.output, (0, 0, 0), halo, (1, 1, 1)
     y_channels = min(ROWS, ROW_BYTES // work.dtype.itemsize)
     return (_map(work, *of_x, channels, pixels + beyond), _map(work, *of_y, y_channels, pixels))
 

@@ -13,11 +13,11 @@ from convgrad_service.backends.cuda.kernels.layout.planes import PixelRows
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import ceil_div
-from convgrad_service.plans.cuda.works import ConvWork
+from convgrad_service.plans.cuda.works import ConvWork, Operand
 
 __all__ = ["WeightSumArgs", "arguments", "beside", "dims_of", "fill_result"]
 
-DIVIDERS = ("by_groups", "by_along", "by_kernel", "by_row", "by_parted")
+DIVIDERS = ("by_groups", "by_along", "by_kernel", "by_row", "by_parted", "by_group")
 HopperWeightArgs = {
     parts: structure(
         "conv/hopper_weight.cu", "HopperWeightArgs", anonymous=("result", "source"), PARTS=parts
@@ -38,7 +38,8 @@ def dims_of(work: ConvWork) -> int:
 def beside(work: ConvWork, count: int) -> bool:
     """Return whether the result's channels are contiguous in aligned groups of ``count``."""
     strides = work.w.strides
-    outer = zip((strides[1], *strides[3:]), (work.out_channels, *work.kernel), strict=True)
+    extents = work.groups, work.out_channels, *work.kernel
+    outer = zip((*strides[:2], *strides[3:]), extents, strict=True)
     return (
         strides[2] == 1
         and work.in_channels % count == 0
@@ -69,14 +70,22 @@ def fill_result(args: Any, work: ConvWork, cut: Cut) -> None:
     groups = work.kernel[0] * work.kernel[1] * args.along
     row = cut.row_tiles if cut.rows_first else cut.column_tiles
     parted = (cut.tiles if cut.sums else cut.parted) // cut.copying
-    counts = groups, args.along, work.kernel[1], row, max(1, parted)
+    args.group_tiles = cut.row_tiles // work.groups
+    counts = groups, args.along, work.kernel[1], row, max(1, parted), args.group_tiles
     for name, count in zip(DIVIDERS, counts, strict=True):
         setattr(args, name, divider(count))
     args.eights = work.epilogue_free and beside(work, 8)
     args.pairs, args.wide = beside(work, 2), work.result_dtype is DType.FLOAT32
 
 
-def arguments(work: ConvWork, cut: Cut, device: CudaDevice, rows: PixelRows | None) -> Any:
+def arguments(
+    work: ConvWork,
+    cut: Cut,
+    device: CudaDevice,
+    rows: PixelRows | None,
+    x: Operand,
+    y: Operand,
+) -> Any:
     """Return the kernel parameters of hopper_weight.cu, whose operands may be ``rows``."""
     args, read = HopperWeightArgs[cut.tile.parts](), rows or work
     fill_result(args, work, cut)
@@ -90,4 +99,6 @@ def arguments(work: ConvWork, cut: Cut, device: CudaDevice, rows: PixelRows | No
     for dim, size in enumerate((*read.output[:2], pixels + args.halo)):
         args.by_size[dim] = divider(size)
     args.slices = cut.slices if cut.together else 1
+    if work.groups > 1:
+        args.x_group, args.y_group = (side.strides[1] // side.strides[2] for side in (x, y))
     return args

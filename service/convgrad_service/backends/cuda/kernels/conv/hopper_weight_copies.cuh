@@ -58,8 +58,8 @@ __device__ __forceinline__ void load_unit(const HopperWeightArgs& args, const Un
   for (int index = parity_index; index < all; index += kProducers) {
     const bool is_y = index < of_y, shared = is_y ? y_shared : x_shared;
     const int in_turn = is_y ? index : index - of_y, i = shared ? in_turn * kCluster + block : in_turn;
-    Source source = {(place.row * Step::kYBoxes + i) * Step::kYChannels, 0, 0, 0};
-    if (!is_y) source = source_of(args, place.column, i);
+    Source source = {place.group * args.y_group + (place.row * Step::kYBoxes + i) * Step::kYChannels, 0, 0, 0};
+    if (!is_y) source = source_of(args, place, i);
     own[count++] = {source, is_y ? i * Step::kYBoxBytes : Step::kXAt + i * x_box_bytes, is_y, shared};
   }
   // Not precomputed, to save registers.

@@ -39,6 +39,8 @@ TOGETHER_BATCH, MOST_TOGETHER = 16, 255
 class Cut(NamedTuple):
     """A partition: a tile, the taps along W that share a box of the input, and the split of K.
 
+    Tiles of rows are those of one group of the convolution after another.
+
     The first ``whole`` tiles are not split; the ``steps`` (k-tiles) of the others are divided into
     ``shares``. Blocks of a ``cluster`` have adjacent tiles: with ``rows_first``, the same columns
     and boxes of the input, else the same rows and boxes of grad_output. Or ``summing`` of them
@@ -212,17 +214,18 @@ def _tiled(work: ConvWork, tile: WeightTile, taps: int) -> Iterator[Cut]:
     outer = work.kernel[0] * work.kernel[1] * ceil_div(work.kernel[2], taps)
     boxes = outer * ceil_div(work.in_channels, tile.channels)
     column_tiles = ceil_div(boxes, tile.blocks // taps)
-    row_tiles = ceil_div(work.out_channels, tile.row_boxes * ROWS)
+    group_tiles = ceil_div(work.out_channels, tile.row_boxes * ROWS)
     rows = work.batch * work.output[0] * work.output[1]
     steps = ceil_div(rows * (work.output[2] + halo), tile.pixels)
-    cut = Cut(tile, taps, halo, row_tiles, column_tiles, steps, 0, 1)
+    cut = Cut(tile, taps, halo, work.groups * group_tiles, column_tiles, steps, 0, 1)
     for cluster, summing in tile.clusters:
         found, copying = cut._replace(cluster=cluster, summing=summing), cluster // summing
         if copying == 1:
             yield found
             continue
-        if row_tiles > 1:
-            yield found._replace(row_tiles=ceil_div(row_tiles, copying) * copying)
+        if group_tiles > 1:
+            whole = ceil_div(group_tiles, copying) * copying
+            yield found._replace(row_tiles=work.groups * whole)
         if column_tiles > 1 and tile.row_boxes > 1:
             whole = ceil_div(column_tiles, copying) * copying
             yield found._replace(column_tiles=whole, rows_first=False)

@@ -156,7 +156,7 @@ def lines(
     cuts = [cut for _, cut in found]
     return features(
         expected_s=[time_s for time_s, _ in found],
-        rows=work.out_channels,
+        rows=work.conv.out_channels,
         columns=work.taps * work.in_channels,
         depth=work.pixels,
         m=[cut.tile.row_boxes * ROWS for cut in cuts],

@@ -52,7 +52,7 @@ __device__ __forceinline__ void put_whole(const HopperWeightArgs& args, const Un
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
       const Box box = box_of<kProducts, kBlocks>(of, boxes, warpgroup, j, block);
-      const i64 first_row = result_at(of, own.k, box);
+      const i64 first_row = result_at(of, own.group, own.k, box);
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
 #pragma unroll
@@ -137,7 +137,7 @@ __device__ __forceinline__ void finish_four(const HopperWeightArgs& args, const 
   for (int half = 0; half < 2; ++half) {
     const float first = half == 0 ? sum.x : sum.z, second = half == 0 ? sum.y : sum.w;
     if (k + half * 8 >= of.out_channels) continue;
-    const i64 at = result_at(of, k + half * 8, box);
+    const i64 at = result_at(of, place.group, k + half * 8, box);
     if (sizeof(T) == 4 || of.wide) {
       put_two<float>(of, at, first, second, both);
     } else {
@@ -149,8 +149,8 @@ __device__ __forceinline__ void finish_four(const HopperWeightArgs& args, const 
 // The same, not inlined, as it rarely runs.
 template <int kRows, int kProducts, int kFragments>
 __device__ __noinline__ void finish_seldom(const HopperWeightArgs& args, int row, int column,
-                                           int index, float4 sum, const Box* boxes) {
-  finish_four<kRows, kProducts, kFragments>(args, {row, column}, index, sum, boxes);
+                                           int group, int index, float4 sum, const Box* boxes) {
+  finish_four<kRows, kProducts, kFragments>(args, {row, column, group}, index, sum, boxes);
 }
 
 // Finishes and stores four vectors of adjacent fragments, the first of them vector `index`. Plain
@@ -168,7 +168,7 @@ __device__ __forceinline__ void finish_quad(const HopperWeightArgs& args, const 
     const int k = (rows + outer / kProducts) * 64 + owner / 32 * 16 + owner % 32 / 4;
     box.c += f % kInBlock * 8;
     if constexpr (sizeof(E) == 2) box.c += lane * 8;
-    E* const to = static_cast<E*>(of.w) + result_at(of, k, box);
+    E* const to = static_cast<E*>(of.w) + result_at(of, place.group, k, box);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int channels = box.real && k + half * 8 < of.out_channels ? of.in_channels - box.c : 0;
@@ -192,8 +192,8 @@ __device__ __forceinline__ void finish_quad(const HopperWeightArgs& args, const 
   }
 #pragma unroll
   for (int e = 0; e < 4; ++e) {
-    finish_seldom<kRows, kProducts, kFragments>(args, place.row, place.column, index + e * 128,
-                                                sum[e], boxes);
+    finish_seldom<kRows, kProducts, kFragments>(args, place.row, place.column, place.group,
+                                                index + e * 128, sum[e], boxes);
   }
 }
 

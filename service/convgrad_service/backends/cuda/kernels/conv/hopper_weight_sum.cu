@@ -85,7 +85,7 @@ extern "C" __global__ void __launch_bounds__(256, 3)
     const int k = place(v, at);
     if (at.c >= of.in_channels) continue;
     const bool both = at.c + 1 < of.in_channels;
-    const i64 to = result_at(of, k, at);
+    const i64 to = result_at(of, own.group, k, at);
     if (k < of.out_channels) put_two<RESULT>(of, to, sum[v][0], sum[v][1], both);
     if (k + 8 < of.out_channels) {
       put_two<RESULT>(of, to + rows_apart, sum[v][2], sum[v][3], both);

@@ -39,6 +39,7 @@ struct HopperWeightArgs {
   u32* met;           // a zero word per split tile, by which its blocks rendezvous; or null
   int slices;         // parts of a block that divide the shares in that reduction
   const float* unscale;  // the factor of the sums of three parts' products
+  int x_group, y_group;  // channels from one group's first to the next one's
 };
 
 // A work unit: a tile, with `steps` of its k-tiles: `first` and each `stride`th from there on. So the
@@ -143,16 +144,18 @@ __device__ __forceinline__ void load_box(const HopperWeightArgs& args, const Ten
 }
 
 // The box of one of a tile's column blocks.
-__device__ __forceinline__ Source source_of(const HopperWeightArgs& args, int column_tile, int i) {
-  const Box box = box_at(args.result, column_tile * args.result.boxes + i);
+__device__ __forceinline__ Source source_of(const HopperWeightArgs& args, const Place& place, int i) {
+  const Box box = box_at(args.result, place.column * args.result.boxes + i);
   if constexpr (PLANES) {
     // Positions with different remainders by the stride are in different rows.
     const int stride = args.source.stride[2], tap = box.s * args.source.dilation[2] - args.source.pad[2];
     const int by = tap / stride - (tap % stride < 0);
-    return {box.c, box.t * args.source.dilation[0], box.r * args.source.dilation[1] + tap - by * stride,
+    return {place.group * args.x_group + box.c, box.t * args.source.dilation[0],
+            box.r * args.source.dilation[1] + tap - by * stride,
             by * args.source.batch};
   }
-  return {box.c, box.t * args.source.dilation[0], box.r * args.source.dilation[1], box.s * args.source.dilation[2]};
+  return {place.group * args.x_group + box.c, box.t * args.source.dilation[0], box.r * args.source.dilation[1],
+          box.s * args.source.dilation[2]};
 }
 
 // The corner of a pixel's window in the input.

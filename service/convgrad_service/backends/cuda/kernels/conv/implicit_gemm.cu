@@ -9,6 +9,8 @@
 // Channels of a tap are padded to 16-byte chunks, in K and (wgrad) in N. With PLANES, tensors are channels first
 // in float32, and taps are faster than channels, which are not padded. Groups are a batch dimension.
 //
+// With POINTWISE (fprop, dgrad), only 1x1 layers with stride 1, channels last in whole chunks, without an
+//   epilogue.
 // With SPLIT, products of float32 are three of TF32 (core/split_tf32.cuh).
 //
 // Grid: blocks of a cluster (fastest), column tiles, row tiles; groups; workspace splits, then phases.
@@ -104,6 +106,7 @@ using Reduce = ClusterReduce<Gemm>;
 template <class Each>
 __device__ __forceinline__ void for_each_pair(const Reduce& reduce, bool pixels_fastest,
                                               Each each) {
+  pixels_fastest = pixels_fastest && !kPointwise;
   // Owned fragments are whole fragment rows of the warp tile, or a part of one: powers of two.
   const int owned_log = reduce.owned_log();
   const int across_log = min(owned_log, Reduce::log_of(Gemm::kFragmentsN));
@@ -215,6 +218,21 @@ extern "C" __global__ void __launch_bounds__(Gemm::kThreads, BLOCKS)
       reduce.load_rows(fragment, in, found);
     } else {
       add_up(partials + i * 4, args.workspace, found);
+    }
+    if constexpr (kPointwise) {
+      const OutputPointer<T> result{static_cast<char*>(args.result), args.wide_result != 0};
+      const i64 pixel = args.result_stride[5];
+      const i64 to = group * args.result_stride[1] + (row + r) * pixel + column + c;
+#pragma unroll
+      for (int e = 0; e < 16; e += kRun) {
+        float own[kRun];
+#pragma unroll
+        for (int q = 0; q < kRun; ++q) own[q] = found[e / 8][e % 8 + q];
+        if (row + r + e / 8 * 8 < row_end && column + c + e % 8 < args.result_channels) {
+          result.store_vector(to + e / 8 * 8 * pixel + e % 8, own);
+        }
+      }
+      return;
     }
 #pragma unroll
     for (int first = 0; first < 8; first += kRun) {

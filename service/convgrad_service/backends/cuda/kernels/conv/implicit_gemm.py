@@ -17,6 +17,7 @@ from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_args import (
     MAX_PHASES,
     MAX_PLANE_TAPS,
     arguments,
+    is_linear,
     taps_follow_channels,
 )
 from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_model import (
@@ -38,6 +39,7 @@ from convgrad_service.backends.cuda.kernels.core.gather_axes import Axis, gather
 from convgrad_service.backends.cuda.kernels.core.limits import DTYPES, MAX_PIXELS, why_not_dense
 from convgrad_service.backends.cuda.kernels.layout.channels_last import (
     Prepared,
+    in_whole_chunks,
     prepare_side,
     prepare_weight,
 )
@@ -207,6 +209,8 @@ def _copies(dtype: DType, direction: str) -> Iterator[Copies]:
             yield Copies(LEAST_VECTOR, split, ANY_PLANES)
         if wide and direction != "bwd_weight":
             yield Copies(CHUNK_BYTES, split, ANY_PLANES)
+    if wide and direction != "bwd_weight":
+        yield Copies(CHUNK_BYTES, pointwise=True)
 
 
 def copies_of(work: ConvWork) -> Copies:
@@ -222,7 +226,23 @@ def copies_of(work: ConvWork) -> Copies:
         chunks = chunks and not weight
         return Copies(CHUNK_BYTES if chunks else LEAST_VECTOR, split, ANY_PLANES)
     vectors = [vector_of(operand, extents) for operand, extents in _inputs(work)]
-    return Copies(min((one for one in vectors if one), default=CHUNK_BYTES), split)
+    vector = min((one for one in vectors if one), default=CHUNK_BYTES)
+    pointwise = all(vectors) and vector == CHUNK_BYTES and not split and is_pointwise(work)
+    return Copies(vector, split, pointwise=pointwise)
+
+
+def is_pointwise(work: ConvWork) -> bool:
+    """Return whether a gather is a product of matrices in float32, and the result whole chunks."""
+    if work.dtype is not DType.FLOAT32 or work.direction == "bwd_weight":
+        return False
+    if work.taps > 1 or max(work.stride) > 1 or any(work.pad) or work.input != work.output:
+        return False
+    extents = (work.batch, work.groups, work.channels[1], *work.input)
+    return (
+        work.epilogue_free
+        and in_whole_chunks(work.result, extents, 2)
+        and all(is_linear(one, work.batch, work.input) for one in work.sides)
+    )
 
 
 def _inputs(work: ConvWork) -> Sequence[tuple[Operand, tuple[int, ...]]]:

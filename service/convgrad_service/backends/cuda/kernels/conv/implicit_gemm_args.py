@@ -19,7 +19,7 @@ from convgrad_service.plans.cuda.program import ceil_div
 from convgrad_service.plans.cuda.works import ConvWork, Operand, contiguous_strides
 from convgrad_service.problems.sizes import Size3
 
-__all__ = ["MAX_PHASES", "MAX_PLANE_TAPS", "arguments", "taps_follow_channels"]
+__all__ = ["MAX_PHASES", "MAX_PLANE_TAPS", "arguments", "is_linear", "taps_follow_channels"]
 
 MAX_PHASES = 8
 MAX_PLANE_TAPS = 10
@@ -70,10 +70,10 @@ def arguments(
     args.cluster_log = config.cluster.bit_length() - 1
     args.workspace = config.workspace
     args.ring_bytes = config.tile.pipeline_bytes(config.steps(gemm, work.dtype))
-    args.linear_source = one_tap and _linear(source, work.batch, written)
-    args.linear_other = weight and _linear(other, work.batch, work.output)
+    args.linear_source = one_tap and is_linear(source, work.batch, written)
+    args.linear_other = weight and is_linear(other, work.batch, work.output)
     args.linear_result = (
-        not weight and len(gemm.phases) == 1 and _linear(result, work.batch, written)
+        not weight and len(gemm.phases) == 1 and is_linear(result, work.batch, written)
     )
     args.plain = work.epilogue_free
     extents = (
@@ -124,7 +124,7 @@ def taps_follow_channels(work: ConvWork) -> bool:
     return all(stride == want for extent, stride, want in strides if extent > 1)
 
 
-def _linear(operand: Operand, batch: int, size: Size3) -> bool:
+def is_linear(operand: Operand, batch: int, size: Size3) -> bool:
     """Return whether pixel p is at offset p times the stride of W."""
     wanted = operand.strides[5]
     for axis, extent in ((5, size[2]), (4, size[1]), (3, size[0]), (0, batch)):

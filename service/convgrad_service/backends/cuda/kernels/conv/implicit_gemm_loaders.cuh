@@ -25,7 +25,7 @@ class PixelRows {
     for (int i = 0; i < Own::kCount; ++i) {
       const int pixel = first + i * Own::kThreadRows;
       const bool exists = pixel < pixels && Own::exists();
-      if (args.linear_source) {
+      if (kPointwise || args.linear_source) {
         from_[i] = from + pixel * args.source_stride[5];
         w_[i] = exists ? 0 : kOutside;
         continue;
@@ -61,7 +61,7 @@ class PixelRows {
     meets_ = 0;
     shift_ = chunk_.channel * static_cast<int>(sizeof(T));
     if (chunk_.tap >= phases.taps()) return;
-    if (args_.linear_source) {
+    if (kPointwise || args_.linear_source) {
 #pragma unroll
       for (int i = 0; i < Own::kCount; ++i) meets_ |= static_cast<u32>(w_[i] == 0) << i;
       return;
@@ -89,6 +89,7 @@ class PixelRows {
 
 __device__ __forceinline__ i64 weight_tap_at(const ImplicitGemmArgs& args, const Phases& phases,
                                              int number) {
+  if (kPointwise) return 0;
   if (phases.taps() == 1) {
     return phases.d->r0 * args.other_stride[3] + phases.h->r0 * args.other_stride[4] +
            phases.w->r0 * args.other_stride[5];
@@ -163,7 +164,7 @@ class WeightColumns {
   __device__ __forceinline__ void load(u32 tile, const Phases& phases) {
     const int real = columns_ * static_cast<int>(sizeof(T));
     const char* from = from_;
-    if (within_ + 8 * kChunk - Own::row() <= args_.tap_chunks * kChunk) {
+    if (kPointwise || within_ + 8 * kChunk - Own::row() <= args_.tap_chunks * kChunk) {
       const int rows = columns_ > 0 ? there_ : 0;
 #pragma unroll
       for (int i = 0; i < Own::kCount; ++i, from += Own::kThreadRows * args_.other_stride[2]) {
@@ -182,7 +183,7 @@ class WeightColumns {
     }
     element_ += 8 * kChunk, within_ += 8 * kChunk;
     there_ -= 8 * kChunk, from_ += 8 * kChunk * args_.other_stride[2];
-    if (within_ >= args_.tap_chunks * kChunk) find_tap(phases);
+    if (!kPointwise && within_ >= args_.tap_chunks * kChunk) find_tap(phases);
   }
 
  private:

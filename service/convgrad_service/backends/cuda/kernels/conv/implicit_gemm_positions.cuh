@@ -7,6 +7,9 @@
 
 namespace convgrad {
 
+// Of a 1x1 layer with stride 1, channels last in whole chunks, whose result is the sums, all else is left out.
+constexpr bool kPointwise = POINTWISE;
+
 __device__ __forceinline__ bool inside(int position, int size) {
   return static_cast<u32>(position) < static_cast<u32>(size);
 }
@@ -32,13 +35,15 @@ struct Phases {
 
   __device__ __forceinline__ Phases(const ImplicitGemmArgs& args, u32 number)
       : d(&args.phase[0][0]), h(&args.phase[0][1]), w(&args.phase[0][2]) {
-    if (number == 0) return;
+    if (kPointwise || number == 0) return;
     const u32 outer = number / static_cast<u32>(args.axis[2].phases);
     w = &args.phase[number - outer * args.axis[2].phases][2];
     d = &args.phase[outer / static_cast<u32>(args.axis[1].phases)][0];
     h = &args.phase[outer % static_cast<u32>(args.axis[1].phases)][1];
   }
-  __device__ __forceinline__ int taps() const { return d->taps * h->taps * w->taps; }
+  __device__ __forceinline__ int taps() const {
+    return kPointwise ? 1 : d->taps * h->taps * w->taps;
+  }
 };
 
 // A pixel's image, and its coordinates in the phases.

@@ -53,11 +53,14 @@ class Copies:
     planes
         Whether activations are channels first, in float32: ``ANY_PLANES``, or ``FLAT_PLANES`` of
         1x1 (``Planes`` in implicit_gemm_args.cuh).
+    pointwise
+        Whether the layer is 1x1 with stride 1, channels last in whole chunks, and plain.
     """
 
     vector: int
     split: bool = False
     planes: int = 0
+    pointwise: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +114,7 @@ class Tile:
             "VECTOR": copies.vector,
             "SPLIT": copies.split,
             "PLANES": copies.planes,
+            "POINTWISE": copies.pointwise,
         }
 
 

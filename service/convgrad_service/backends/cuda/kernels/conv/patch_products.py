@@ -45,7 +45,10 @@ class PatchProducts(LoweringFamily):
         if any(k > 1 and d > 1 for k, d in zip(work.kernel, work.dilation, strict=True)):
             return "dilated"
         numbers = work.taps * work.in_channels
-        narrow = work.dtype.itemsize == 2 and work.direction != "fwd"
+        # True float32 of small patches is left to first_weight.
+        exact = work.dtype.itemsize == 4 and work.precision != "high"
+        narrow = work.direction == "bwd_weight" and exact
+        narrow |= work.dtype.itemsize == 2 and work.direction != "fwd"
         if numbers < (LEAST_GRADIENT_PATCH if narrow else LEAST_PATCH):
             return f"patches of {numbers} elements"
         if _patch_order(work) is None:

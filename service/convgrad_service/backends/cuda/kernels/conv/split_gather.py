@@ -20,21 +20,21 @@ from convgrad_service.backends.cuda.kernels.conv.float_parts import (
 )
 from convgrad_service.backends.cuda.kernels.conv.hopper_gather import HopperGather
 from convgrad_service.backends.cuda.kernels.core.limits import Requirements
+from convgrad_service.backends.cuda.kernels.layout.channels_last import why_not_contiguous_groups
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import Fragment, Instance
 from convgrad_service.plans.cuda.works import ConvWork, Operand
 
 __all__ = ["SplitGather"]
 
-NEEDS = Requirements((DType.FLOAT32,), hopper=True)
+NEEDS = Requirements((DType.FLOAT32,), hopper=True, grouped=None)
 # Of the source, every element; of the weight, those of at least 2^-98. Together so little that they
 # need not change for other images' elements, up to products of 2^114: pieces have equal bits.
 LIFT = 16, -12
 
 
 class SplitGather:
-    """fwd and bwd_data of ungrouped float32 layers with ``precision: highest`` on sm_90a, in any
-    layout.
+    """fwd and bwd_data of float32 layers with ``precision: highest`` on sm_90a, in any layout.
 
     Splitting moves 2.5 times the operands' bytes, so it is for layers of many products.
     """
@@ -51,6 +51,10 @@ class SplitGather:
         if work.precision == "high":
             return "TF32 is faster, and precise enough for what was requested"
         work = _forward_read(work)
+        if (reason := why_not_contiguous_groups(work)) is not None:
+            return reason
+        if work.groups > 1 and work.w.strides[0] != work.out_channels * work.w.strides[1]:
+            return "the groups of the weight are not contiguous"
         if (reason := why_not_parts(_tensors(work))) is not None:
             return reason
         return self._product.why_not(_of_parts(work), device)
@@ -74,12 +78,13 @@ class SplitGather:
 
 def _tensors(work: ConvWork) -> tuple[FloatTensor, FloatTensor]:
     """Return the operands to split: the source, and the weight with out channels as images."""
-    prefix = f"{work.prefix}parts_"
+    prefix, conv = f"{work.prefix}parts_", work.conv
+    source, (read, _) = work.sides[0], work.channels
     _, k, c, *kernel = work.w.strides
     weight = Operand(work.w.buffer, work.w.dtype, (k, 0, c, kernel[0], kernel[1], kernel[2]))
     return (
-        FloatTensor(work.sides[0], work.batch, work.channels[0], work.sizes[0], f"{prefix}source"),
-        FloatTensor(weight, work.out_channels, work.in_channels, work.kernel, f"{prefix}weight"),
+        FloatTensor(source, work.batch, work.groups * read, work.sizes[0], f"{prefix}source"),
+        FloatTensor(weight, conv.out_channels, work.in_channels, work.kernel, f"{prefix}weight"),
     )
 
 
@@ -89,8 +94,10 @@ def _forward_read(work: ConvWork) -> ConvWork:
 
 def _of_parts(work: ConvWork) -> ConvWork:
     """Return the work on the first parts of the operands."""
-    source, weight = (tensor.part for tensor in _tensors(work))
+    of_source, of_weight = _tensors(work)
+    source, weight = of_source.part_of(work.channels[0]), of_weight.part_of(work.in_channels)
     k, _, c, *kernel = weight.strides
-    weight = replace(weight, strides=(0, k, c, kernel[0], kernel[1], kernel[2]))
+    strides = work.out_channels * k, k, c, kernel[0], kernel[1], kernel[2]
+    weight = replace(weight, strides=strides)
     x, y = (work.x, source) if work.direction == "bwd_data" else (source, work.y)
     return replace(work, dtype=DType.BFLOAT16, x=x, y=y, w=weight, follows=True)

@@ -23,6 +23,7 @@ from convgrad_service.backends.cuda.kernels.conv.float_parts import (
 from convgrad_service.backends.cuda.kernels.conv.hopper_weight import HopperWeight
 from convgrad_service.backends.cuda.kernels.conv.hopper_weight_cuts import Cut
 from convgrad_service.backends.cuda.kernels.core.limits import Requirements
+from convgrad_service.backends.cuda.kernels.layout.channels_last import why_not_contiguous_groups
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch
 from convgrad_service.plans.cuda.works import ConvWork
@@ -32,7 +33,7 @@ __all__ = ["SplitWeight"]
 # On an H200: measured over modelled time of the product, and how much longer it takes to store an
 # element of a result whose channels are not contiguous.
 PRODUCT_SCALE, STRIDED_ELEMENT_S = 0.93, 8.5e-12
-NEEDS = Requirements((DType.FLOAT32,), hopper=True)
+NEEDS = Requirements((DType.FLOAT32,), hopper=True, grouped=None)
 
 
 class SplitWeight:
@@ -51,6 +52,8 @@ class SplitWeight:
         if (reason := NEEDS.why_not(work, device)) is not None:
             return reason
         work = of_pixels_read(work)
+        if (reason := why_not_contiguous_groups(work)) is not None:
+            return reason
         if (reason := why_not_parts(_tensors(work))) is not None:
             return reason
         parts = PARTS[work.precision]
@@ -85,19 +88,24 @@ def _stored_s(work: ConvWork) -> float:
     """Return the expected seconds by which strides of the result delay it."""
     if work.w.strides[2] == 1:
         return 0.0
-    return STRIDED_ELEMENT_S * work.taps * work.in_channels * work.out_channels
+    return STRIDED_ELEMENT_S * work.taps * work.in_channels * work.conv.out_channels
 
 
 def _tensors(work: ConvWork) -> tuple[FloatTensor, FloatTensor]:
     """Return the operands to split."""
-    prefix = f"{work.prefix}weight_parts_"
+    prefix, conv = f"{work.prefix}weight_parts_", work.conv
     return (
-        FloatTensor(work.x, work.batch, work.in_channels, work.input, f"{prefix}input"),
-        FloatTensor(work.y, work.batch, work.out_channels, work.output, f"{prefix}grad_output"),
+        FloatTensor(work.x, work.batch, conv.in_channels, work.input, f"{prefix}input"),
+        FloatTensor(work.y, work.batch, conv.out_channels, work.output, f"{prefix}grad_output"),
     )
 
 
 def _of_parts(work: ConvWork) -> ConvWork:
     """Return the work on the first parts of the operands."""
-    x, y = (tensor.part for tensor in _tensors(work))
+    x, y = (
+        tensor.part_of(channels)
+        for tensor, channels in zip(
+            _tensors(work), (work.in_channels, work.out_channels), strict=True
+        )
+    )
     return replace(work, dtype=DType.BFLOAT16, x=x, y=y, prefix=f"{work.prefix}weight_parts_")

@@ -26,7 +26,7 @@
 // image's extent below 2^31 elements; positions below 2^31; VECTOR = 1 with a multiplier;
 // backward: no dimension that is both strided and dilated. BACKWARD: parts in multiples of STRIDE. A dependent launch may
 // start with this kernel (ptx/pdl.cuh).
-#include "depthwise/depthwise_direct_strides.cuh"
+#include "depthwise/depthwise_direct_rows.cuh"
 #include "ptx/pdl.cuh"
 
 using namespace convgrad;

@@ -14,7 +14,8 @@ from convgrad_service.plans.cuda.program import Launch, Step, Workspace, ceil_di
 from convgrad_service.plans.cuda.works import ConvWork, Copy, CopyAxis, Operand, contiguous_strides
 from convgrad_service.problems.sizes import Size3
 
-__all__ = ["CHUNK_BYTES", "Prepared", "in_whole_chunks", "overlapping", "padded_width"]
+__all__ = ["CHUNK_BYTES", "Prepared", "every_channel", "in_whole_chunks", "overlapping"]
+__all__ += ["padded_width", "why_not_contiguous_groups"]
 __all__ += [
     "prepare_activation",
     "prepare_out_channels",
@@ -76,6 +77,21 @@ def in_whole_chunks(operand: Operand, extents: tuple[int, ...], channel_axis: in
         for axis, (stride, extent) in enumerate(zip(operand.strides, extents, strict=True))
         if axis != channel_axis and extent > 1
     )
+
+
+def every_channel(operand: Operand, groups: int, channels: int) -> int:
+    """Return the channels of a pixel from the first group's first to the last group's last, with
+    the padding between groups of so many ``channels``."""
+    apart = operand.strides[1] // operand.strides[2] if groups > 1 else 0
+    return (groups - 1) * apart + channels
+
+
+def why_not_contiguous_groups(work: ConvWork) -> str | None:
+    """Return why the channels of all groups are not equally far apart in an activation, or None."""
+    for operand, channels in ((work.x, work.in_channels), (work.y, work.out_channels)):
+        if work.groups > 1 and operand.strides[1] != channels * operand.strides[2]:
+            return "groups are not contiguous"
+    return None
 
 
 def prepare_activation(

@@ -32,7 +32,7 @@ LEAST_WEIGHT = 1 << 18
 
 
 class ResultThroughChannelsLast(ThroughChannelsLast[ConvWork]):
-    """An ungrouped convolution by a family with channels-last results."""
+    """A convolution by a family with channels-last results."""
 
     _overlaps = True
 
@@ -65,13 +65,15 @@ class ResultThroughChannelsLast(ThroughChannelsLast[ConvWork]):
         return replace(found, expected_s=found.expected_s + copies_s)
 
     def _last(self, work: ConvWork) -> LastWork[ConvWork] | str:
-        if work.groups != 1:
-            return f"{work.groups} groups"
         weight, given = work.direction == "bwd_weight", work.result
-        extents = (work.batch, *work.sizes[1], work.channels[1])
+        channels, in_group = work.channels[1], 2
+        extents = (work.batch, *work.sizes[1], work.groups * channels)
         if weight:
-            given, extents = work.w, (work.out_channels, *work.kernel, work.in_channels)
-        channels = extents[-1]
+            channels, in_group = work.in_channels, 1
+            given, extents = work.w, (work.conv.out_channels, *work.kernel, channels)
+        each = work.out_channels if weight else channels
+        if work.groups > 1 and given.strides[1 - weight] != each * given.strides[in_group]:
+            return "groups are not contiguous"
         if given.strides[2] == 1 or channels == 1:
             return "the result's channels are contiguous"
         if channels * given.dtype.itemsize % CHUNK_BYTES:
@@ -84,14 +86,13 @@ class ResultThroughChannelsLast(ThroughChannelsLast[ConvWork]):
         if not weight and stores_planes(work) and not self._anywhere:
             return "the kernel stores planes"
         outer, *spatial, _ = contiguous_strides(extents)
-        # The stride of the only group is not read.
-        first, second = (extents[0] * outer, outer) if weight else (outer, channels)
+        first, second = (each * outer, outer) if weight else (outer, channels)
         strides = first, second, 1, spatial[0], spatial[1], spatial[2]
 
         def tensor(given: Operand, name: str) -> LastTensor:
             buffer = f"{work.prefix}{work.direction}.last_{name}"
             last = replace(given, buffer=buffer, strides=strides)
-            return LastTensor(given, last, extents, channels, int(weight))
+            return LastTensor(given, last, extents, extents[-1], int(weight))
 
         tensors = {"result": tensor(given, "result")}
         result, accumulate = tensors["result"].last, work.accumulate

@@ -82,7 +82,7 @@ def image_rows(work: ConvWork) -> PixelRows | None:
         return None
     pixels, batch = flat.output[2], work.batch
     x, y = (
-        Rows(operand, (pixels, channels, batch, 1), (channel, image, image))
+        Rows(operand, (pixels, work.groups * channels, batch, 1), (channel, image, image))
         for operand, channels in ((flat.x, work.in_channels), (flat.y, work.out_channels))
         for channel in (operand.strides[2],)
         for image in (operand.strides[0] if batch > 1 else channel,)

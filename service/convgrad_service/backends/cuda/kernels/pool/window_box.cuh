@@ -23,8 +23,6 @@ struct BoxArgs {
   int box[3];    // the most positions of x under a tile
   int planes;    // of a block, a multiple of kTogether for window_planes.cu
   int pitch[3];  // elements of x between planes, slices and lines, in shared memory
-  int padded;    // bytes after a group of planes in shared memory, so that groups differ in their banks: a chunk or 0
-  Divider by_group;  // chunks of such a group
   int y_pitch;   // elements of y between lines, in shared memory
   int whole;     // whether a block has whole planes
   int by_lines;  // whether each line is a segment
@@ -84,12 +82,6 @@ struct Box {
       if (whole < chunks && thread == 0) {
         const int rest = static_cast<int>(left) - whole * kChunk;
         cp_async<16>(target + whole * 16, source + whole * 16, rest * static_cast<int>(sizeof(E)));
-      }
-      if (args.padded) {
-        for (int c = thread; c < whole; c += kBoxThreads) {
-          cp_async<16>(target + (c + divide(c, args.by_group)) * 16, source + c * 16);
-        }
-        return;
       }
       target += thread * 16;
       source += thread * 16;

@@ -46,10 +46,6 @@ LINE_RUN = 4
 # (LINES, TAPS) of windows; the first that fits is used.
 SHAPES = ((1, 4), (2, 2), (3, 3))
 ANY = (0, 0)
-BANKS_BYTES = 128
-# Where threads compute pairs of columns of whole planes: bytes of a block, and of one that stages
-# results, which is faster for planes of at most so many positions.
-PAIR_BYTES, STAGED_BYTES, STAGED_POSITIONS = 40 * 1024, 56 * 1024, 400
 
 
 BoxArgs: Any = structure("pool/window_box.cuh", "BoxArgs", anonymous=("windows",))
@@ -58,7 +54,6 @@ BoxArgs: Any = structure("pool/window_box.cuh", "BoxArgs", anonymous=("windows",
 @dataclass(frozen=True, slots=True)
 class Tile:
     """What a block computes: ``size`` positions of y in ``planes`` planes, over ``box`` of x.
-    With ``pair`` threads compute pairs of columns, see ``window_pairs.cu``.
 
     Its segments in shared memory are whole planes, lines of a slice, or with ``by_lines`` lines.
     """
@@ -68,7 +63,6 @@ class Tile:
     planes: int
     whole: bool
     by_lines: bool
-    pair: bool = False
 
     @classmethod
     def of(cls, work: WindowWork, form: WindowForm, device: CudaDevice) -> Tile | None:
@@ -81,27 +75,19 @@ class Tile:
     def _within(
         cls, most: int, work: WindowWork, form: WindowForm, device: CudaDevice
     ) -> Tile | None:
-        pair = in_pairs(work, form) and (_staged_pairs(form) or form.x_size[2] % 2 == 0)
-        together = _together(work, form, pair)
-        whole = cls(form.y_size, form.x_size, together, whole=True, by_lines=False, pair=pair)
+        together = _together(work, form)
+        whole = cls(form.y_size, form.x_size, together, whole=True, by_lines=False)
         each = whole.places(work, form).end
         if each <= most:
             blocks = ENOUGH_BLOCKS * device.multiprocessors
             fewer = work.kind == "sums" and _many(form)
             enough = FEWER_BYTES if fewer else ENOUGH_BYTES
-            if pair:
-                enough = STAGED_BYTES if _staged_pairs(form) else PAIR_BYTES
             groups = min(enough // each, ceil_div(form.batch, together * blocks))
             return replace(whole, planes=together * max(1, groups))
-        pair = in_pairs(work, form) and form.x_size[2] % 2 == 0
-        together = _together(work, form, pair)
         for by_lines, least_lines, least_columns in ((False, 1, None), (True, 8, 32)):
             lines, columns = form.y_size[1:]
             while True:
-                of = 2 if pair else 1
-                _, most_lines, most_columns = form.y_size
-                size = 1, min(_whole(lines, of), most_lines), min(_whole(columns, of), most_columns)
-                tile = replace(cls._cut(form, size, together, by_lines=by_lines), pair=pair)
+                tile = cls._cut(form, (1, lines, columns), together, by_lines=by_lines)
                 if tile.places(work, form).end <= most:
                     return tile
                 if lines > least_lines:
@@ -120,23 +106,12 @@ class Tile:
             box[2] = form.x_size[2]
         return cls(size, tuple(box), planes, whole=False, by_lines=by_lines)
 
-    @property
-    def columns(self) -> int:
-        """The adjacent columns of a thread."""
-        return 2 if self.pair else 1
-
-    def together(self, work: WindowWork, form: WindowForm) -> int:
-        """Return the planes of a thread."""
-        return _together(work, form, self.pair)
-
     def run(self, work: WindowWork, form: WindowForm) -> int:
         """Return the positions of a thread along axis 1."""
-        columns = self.planes // self.together(work, form) * self.size[0] * self.size[2]
+        columns = self.planes // _together(work, form) * self.size[0] * self.size[2]
         lines = self.size[1]
-        columns = ceil_div(columns, self.columns)
         fitting = (run for run in RUNS if columns * ceil_div(lines, run) >= ENOUGH_ITEMS)
-        run = ceil_div(lines, ceil_div(lines, next(fitting, 1)))
-        return _whole(run, self.columns)
+        return ceil_div(lines, ceil_div(lines, next(fitting, 1)))
 
     def pitch(self, work: WindowWork, form: WindowForm) -> tuple[int, int, int]:
         """Return the elements between planes, slices and lines, like those of x modulo a chunk."""
@@ -161,8 +136,6 @@ class Tile:
             return ceil_div(elements * itemsize, CHUNK_BYTES) * CHUNK_BYTES + 3 * CHUNK_BYTES
 
         elements = self.planes * self.pitch(work, form)[0]
-        if self._padded_group(work, form):
-            elements += self.planes * CHUNK_BYTES // work.dtype.itemsize
         outputs = self.planes * self.size[0] * self.size[1] * self.y_pitch(work, form)
         staged = self.staged(work, form)
         y = room(elements, work.dtype.itemsize)
@@ -176,20 +149,8 @@ class Tile:
         end = weights + weight_bytes * sum(self.box)
         return Places(y, places, ranges, weights, end)
 
-    def _padded_group(self, work: WindowWork, form: WindowForm) -> int:
-        """Return the chunks of a thread's planes, if a chunk follows them in shared memory; or 0.
-
-        Otherwise those of adjacent threads would start in the same bank.
-        """
-        group = self.together(work, form) * prod(form.x_size) * work.dtype.itemsize
-        padded = self.whole and self.pair and group % BANKS_BYTES == 0
-        return group // CHUNK_BYTES if padded else 0
-
     def staged(self, work: WindowWork, form: WindowForm) -> bool:
-        """Return whether results are stored in shared memory first: many maxima with indices, and
-        averages by pairs of columns of small planes."""
-        if self.pair:
-            return self.whole and _staged_pairs(form)
+        """Return whether results are stored in shared memory first: many maxima with indices."""
         return self.whole and work.kind == "maxima" and work.indices is not None and _many(form)
 
     def arguments(self, work: WindowWork, form: WindowForm) -> Any:
@@ -200,13 +161,10 @@ class Tile:
         args.planes, args.run = self.planes, self.run(work, form)
         args.whole, args.by_lines = self.whole, self.by_lines
         args.pitch[:], args.y_pitch = self.pitch(work, form), self.y_pitch(work, form)
-        group = self._padded_group(work, form)
-        args.padded, args.by_group = CHUNK_BYTES if group else 0, divider_of(max(1, group))
         places = self.places(work, form)
         args.y_at, args.places_at, args.ranges_at, args.weights_at, _ = places
         args.staged = self.staged(work, form)
-        columns = ceil_div(self.size[2], self.columns)
-        runs = self.size[0], ceil_div(self.size[1], args.run), columns
+        runs = self.size[0], ceil_div(self.size[1], args.run), self.size[2]
         args.by_columns, args.by_slices = divider_of(self.size[2]), divider_of(self.box[0])
         args.by_line_runs = divider_of(ceil_div(self.box[1], LINE_RUN))
         for dividers, divisors in ((args.by_tile, runs), (args.by_tiles, args.tiles)):
@@ -269,31 +227,9 @@ def from_lines(work: WindowWork, form: WindowForm) -> bool:
     return form.most_window >= MANY_POSITIONS or shared >= SHARED_LINES
 
 
-def in_pairs(work: WindowWork, form: WindowForm) -> bool:
-    """Whether a thread computes pairs of columns, see ``window_pairs.cu``."""
-    if work.kind != "sums" or work.dtype.itemsize != 2:
-        return False
-    if not form.is_simple(form.windows, form.counted):
-        return False
-    (_, x_lines, x_columns), (_, y_lines, y_columns) = form.x_size, form.y_size
-    alike = x_columns % 2 == y_columns % 2 and (x_columns % 2 == 0 or x_lines % 2 == y_lines % 2)
-    sliding = all(axis.step == 1 and axis.last - axis.first == 3 for axis in form.windows[1:])
-    return alike and sliding
-
-
-def _staged_pairs(form: WindowForm) -> bool:
-    return form.varying != "inputs" and prod(form.x_size) <= STAGED_POSITIONS
-
-
-def _whole(length: int, of: int) -> int:
-    return ceil_div(length, of) * of
-
-
-def _together(work: WindowWork, form: WindowForm, pair: bool) -> int:
+def _together(work: WindowWork, form: WindowForm) -> int:
     """Return a multiple of the planes of a thread, see ``window_planes.cu``."""
     _, lines, taps = map(most_positions, form.windows)
-    if pair:
-        return 2
     three = max(lines, taps) == 3 and lines > 1 and work.carried is None
     return 2 if work.dtype.itemsize == 8 or (work.kind == "maxima" and three) else 4
 

@@ -29,7 +29,6 @@ from convgrad_service.plans.cuda.works import WindowWork
 
 __all__ = ["WindowPlanes"]
 
-PAIRED = (DType.FLOAT16, DType.BFLOAT16)
 # Of windows each of whose lines is reduced once, and by how many they slide.
 ROLLING_LINES, ROLLING_STEPS = 3, (1, 2)
 # Windows of so many positions are left to others unless positions are in many windows, or lines are
@@ -65,7 +64,7 @@ class WindowPlanes(Solver[WindowWork, Tiled]):
         arguments = tile.arguments(work, form)
         arguments.windows.wide_indices = work.index_dtype is DType.INT64
         launch = Launch(
-            _instance_of(work, form, tile),
+            _instance(work.dtype, _variant(work, form)),
             (tile.blocks(form), 1, 1),
             (BOX_BLOCK, 1, 1),
             pack(
@@ -90,14 +89,7 @@ class WindowPlanes(Solver[WindowWork, Tiled]):
             _Variant(ANY, False, 0, False, weighted, from_lines=True) for weighted in (False, True)
         ]
         chosen = dict.fromkeys(variant.compiled() for variant in variants)
-        pairs = [
-            _pairs(dtype, weighted, staged)
-            for dtype in PAIRED
-            for weighted in (False, True)
-            for staged in (False, True)
-            if not (weighted and staged)
-        ]
-        return pairs + [
+        return [
             _instance(dtype, variant)
             for dtype in FLOATING
             for variant in chosen
@@ -135,16 +127,6 @@ def _variant(work: WindowWork, form: WindowForm) -> _Variant:
     rolling = along.step if simple and along.last - along.first == ROLLING_LINES else 0
     weighted = form.varying == "inputs"
     return _Variant(shape, simple, rolling, maxima, weighted, from_lines(work, form)).compiled()
-
-
-def _instance_of(work: WindowWork, form: WindowForm, tile: Tile) -> Instance:
-    if tile.pair:
-        return _pairs(work.dtype, form.varying == "inputs", tile.staged(work, form))
-    return _instance(work.dtype, _variant(work, form))
-
-
-def _pairs(dtype: DType, weighted: bool, staged: bool) -> Instance:
-    return Instance.of("pool/window_pairs.cu", ELEMENT=dtype, WEIGHTED=weighted, STAGED=staged)
 
 
 def _instance(dtype: DType, variant: _Variant) -> Instance:

@@ -119,7 +119,7 @@ def test_what_is_not_hoppers_goes_elsewhere(direction: Direction) -> None:
     assert family.why_not(work_of(direction), H200) is None
     assert family.why_not(work_of(direction), ADA) is not None
     for refused in (
-        work_of(direction, groups=2),
+        work_of(direction, groups=2, channels=(40, 40)),
         work_of(direction, dtype=DType.FLOAT64),
         work_of(direction, dtype=DType.FLOAT32),
         work_of(direction, channels=(8, 128)),
@@ -127,6 +127,7 @@ def test_what_is_not_hoppers_goes_elsewhere(direction: Direction) -> None:
     ):
         assert family.why_not(refused, H200) is not None
     assert family.why_not(work_of(direction, dtype=DType.FLOAT32, precision="high"), H200) is None
+    assert family.why_not(work_of(direction, groups=3, channels=(48, 96)), H200) is None
 
 
 def test_the_choice_of_the_family_ignores_how_many_images_there_are() -> None:

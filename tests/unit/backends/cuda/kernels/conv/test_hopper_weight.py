@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from convgrad.dtypes import DType
-from convgrad_service.backends.cuda.kernels.conv.hopper_weight import HopperWeight
+from convgrad_service.backends.cuda.kernels.conv.hopper_weight import HopperWeight, reachable
 from convgrad_service.backends.cuda.kernels.conv.hopper_weight_cuts import (
     LEAST_STAGES,
     PARTIAL_BYTES,
@@ -37,7 +37,6 @@ WORKS = {
 @pytest.mark.parametrize(
     ("work", "why"),
     [
-        (work_of("bwd_weight", groups=4), "4 groups"),
         (work_of("bwd_weight", channels=(8, 64)), "8 channels to 64"),
         (work_of("bwd_weight", dtype=DType.FLOAT64), "float64"),
         (work_of("bwd_weight", dtype=DType.FLOAT32), "TF32 is less"),
@@ -58,6 +57,14 @@ def test_what_it_leaves_to_others(work: ConvWork, why: str) -> None:
 def test_it_takes_float32_where_tf32_is_exact_enough() -> None:
     work = work_of("bwd_weight", dtype=DType.FLOAT32, precision="high", stride=2)
     assert HopperWeight().why_not(work, H200) is None
+
+
+def test_blocks_that_share_boxes_have_tiles_of_one_group() -> None:
+    work = work_of("bwd_weight", groups=3, channels=(96, 320), size=28)
+    assert HopperWeight().why_not(work, H200) is None
+    shared = [cut for cut in reachable(work, H200) if cut.copying > 1 and cut.rows_first]
+    assert shared
+    assert all(cut.row_tiles % (work.groups * cut.copying) == 0 for cut in shared)
 
 
 def test_it_is_for_hopper_alone() -> None:

@@ -132,7 +132,7 @@ def test_second_is_not_considered_where_the_first_refuses() -> None:
 
 def test_small_layers_take_it_and_large_ones_do_not() -> None:
     # Plain products of whole chunks of channels are pointwise_gemm's.
-    small, large = pointwise(1, (162, 962), 7, "bwd_weight"), pointwise(64, (1024, 1024), 28)
+    small, large = pointwise(4, (162, 962), 7, "bwd_weight"), pointwise(64, (1024, 1024), 28)
     assert choose(FAMILIES.bwd_weight, small, H200).family == "implicit_gemm"
     assert choose(FAMILIES.fwd, large, H200).family != "implicit_gemm"
     tf32 = replace(small, dtype=DType.FLOAT32, result_dtype=DType.FLOAT32, precision="high")

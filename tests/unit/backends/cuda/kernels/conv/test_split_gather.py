@@ -43,7 +43,7 @@ def test_what_is_split(direction: Direction) -> None:
         work_of(direction),
         work_of(direction, dtype=DType.FLOAT64),
         float_work(direction, precision="high"),
-        float_work(direction, groups=2),
+        float_work(direction, groups=2, channels=(40, 40)),
         float_work(direction, channels=(8, 128)),
     ):
         assert family.why_not(refused, H200) is not None

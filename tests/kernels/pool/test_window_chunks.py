@@ -1,4 +1,4 @@
-"""Averages of 3x3 windows with stride 1, by threads with pairs of columns: emulated."""
+"""Averages of 3x3 windows with stride 1, by chunks of results: emulated."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from convgrad_service.backends.cuda.families import FAMILIES
-from convgrad_service.backends.cuda.kernels.pool import window_box
+from convgrad_service.backends.cuda.kernels.pool import window_chunks
 from convgrad_service.plans.cuda.device import H200
 from convgrad_service.plans.cuda.planner import plan_for
 from convgrad_service.plans.cuda.program import Launch
@@ -25,9 +25,9 @@ from tests.support.numerics.window_cases import avg_pool
 
 pytestmark = pytest.mark.skipif(not works_here(), reason="the emulator is written for x86-64")
 
-# Lines, and planes, of an odd and of an even number of elements, and groups padded to other banks.
-SIZES = [(7, 7), (9, 14), (8, 13), (8, 8), (16, 16), (3, 4), (1, 5), (40, 37)]
-PADDINGS = {"one": 1, "none": 0, "uneven": [[0, 2], [2, 0]], "shifted": [[2, 0], [1, 1]]}
+# Lines of every remainder of chunks, with one or two ends in a chunk, and planes of several tiles.
+SIZES = [(7, 7), (9, 14), (8, 13), (8, 8), (6, 9), (5, 10), (4, 11), (7, 12), (3, 4), (90, 103)]
+PADDINGS = {"one": 1, "none": 0, "uneven": [[0, 2], [2, 0]]}
 
 
 def case_of(size: tuple[int, int], padding: Any, way: str, *, counted: bool) -> Case:
@@ -56,7 +56,7 @@ def source_of(case: Case, dtype: str) -> str:
     return step.instance.source
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.id} {case.params}")
 def test_emulated(seed: int, case: Case, dtype: str) -> None:
     tensors, wanted = drawn(seed, case, dtype, "bounded")
@@ -65,17 +65,20 @@ def test_emulated(seed: int, case: Case, dtype: str) -> None:
 
 
 def test_windows_that_it_computes() -> None:
-    assert source_of(case_of((17, 17), 1, "fwd", counted=True), "bfloat16").endswith("pairs.cu")
-    assert source_of(case_of((40, 34), 1, "bwd", counted=False), "float16").endswith("pairs.cu")
-    assert source_of(case_of((17, 17), 1, "fwd", counted=True), "float32").endswith("planes.cu")
-    # Long lines of an odd number of elements, then lines of x and of y that start differently.
-    assert source_of(case_of((35, 35), 1, "fwd", counted=True), "bfloat16").endswith("planes.cu")
-    odd = case_of((9, 9), [[0, 1], [0, 1]], "fwd", counted=True)
-    assert source_of(odd, "bfloat16").endswith("planes.cu")
+    for counted in (True, False):
+        for way in ("fwd", "bwd"):
+            for size in ((17, 17), (40, 34), (35, 35)):
+                case = case_of(size, 1, way, counted=counted)
+                assert source_of(case, "bfloat16").endswith("chunks.cu")
+                assert source_of(case, "float32").endswith("chunks.cu")
+    # Lines that are shorter than a chunk, few lines, and planes of y of another size.
+    for size, padding in (((9, 6), 1), ((2, 40), 1), ((17, 17), 0)):
+        case = case_of(size, padding, "fwd", counted=True)
+        assert source_of(case, "bfloat16").endswith("planes.cu")
 
 
 @pytest.mark.parametrize("counted", [True, False], ids="with padding {}".format)
-@pytest.mark.parametrize("size", [(7, 7), (9, 14), (8, 13), (40, 37)], ids=str)
+@pytest.mark.parametrize("size", [(7, 7), (9, 14), (8, 13), (90, 103)], ids=str)
 @pytest.mark.parametrize("way", ["fwd", "bwd"])
 def test_bits_do_not_depend_on_the_tile(
     seed: int, monkeypatch: pytest.MonkeyPatch, size: tuple[int, int], way: str, counted: bool
@@ -86,11 +89,27 @@ def test_bits_do_not_depend_on_the_tile(
     backend = EmulatedBackend(FAMILIES)
     whole = backend.run(problem, arrays).outputs
     pieces = run_in_pieces(problem, arrays, 100, lambda p, t: backend.run(p, t).outputs)
-    for bytes in (700, 1500):
-        monkeypatch.setattr(window_box, "MOST_BYTES", bytes)
-        for other in (pieces, backend.run(problem, arrays).outputs):
-            for name, array in other.items():
-                assert_same_bits(array, whole[name], f"{case.id} {name}")
+    monkeypatch.setattr(window_chunks, "EACH", 3)
+    monkeypatch.setattr(window_chunks, "FEWER_EACH", 1)
+    for other in (pieces, backend.run(problem, arrays).outputs):
+        for name, array in other.items():
+            assert_same_bits(array, whole[name], f"{case.id} {name}")
+
+
+@pytest.mark.parametrize("way", ["fwd", "bwd"])
+def test_planes_that_32_bit_numbers_do_not_hold(
+    seed: int, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """Several launches, with the bits of one."""
+    case = case_of((7, 9), 1, way, counted=False)
+    tensors = draw(case, rng_for(seed, case.id), DTYPES["bfloat16"], normals)
+    problem, arrays = problem_and_tensors(case, tensors, "NCHW")
+    backend = EmulatedBackend(FAMILIES)
+    whole = backend.run(problem, arrays).outputs
+    monkeypatch.setattr(window_chunks, "LARGEST", 8 * 63 + 4 * 256 * 8)
+    assert len(backend.explain(problem).steps) == 5
+    for name, array in backend.run(problem, arrays).outputs.items():
+        assert_same_bits(array, whole[name])
 
 
 @pytest.mark.parametrize("size", [(7, 7), (9, 14), (8, 8)], ids=str)

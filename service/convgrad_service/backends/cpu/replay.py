@@ -1,0 +1,242 @@
+"""Replay of small problems: the launches of a problem are recorded once and repeated.
+
+For a problem that takes a few microseconds, most of the time goes to choosing kernels and filling
+in their arguments. A recording holds these arguments without tensors. It is made in a dry run, from
+tensors of the problem's shapes and strides whose memory is never read, and a pointer in an argument
+structure is found by the memory that it points into. What a recording cannot hold is run as
+before: copies that are made on the host, and indices, which the host checks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from convgrad.dtypes import DType
+from convgrad.errors import Internal
+from convgrad_service.backends.cpu.arguments import Buffer, Control, address_of, aligned_array
+from convgrad_service.backends.cpu.library import Kernel
+from convgrad_service.backends.cpu.runner import Machine, Ran, Runner
+from convgrad_service.backends.cpu.threads import Rehearsal, Workspaces
+from convgrad_service.problems.base import Piece, Problem
+
+__all__ = ["Recordings"]
+
+Array = NDArray[Any]
+# Larger problems take much longer than their preparation.
+REPLAYED_BYTES = 8 * 1024 * 1024
+KEPT = 1024
+_POINTER = struct.Struct("=Q")
+_INDICES = (DType.INT32, DType.INT64)
+
+
+class Recordings:
+    """The recordings of one backend, made when a problem is run for the second time."""
+
+    def __init__(self) -> None:
+        # None: run once so far; False: cannot be recorded.
+        self._known: dict[Any, Recording | Literal[False] | None] = {}
+
+    def of(
+        self,
+        machine: Machine,
+        runner: Runner,
+        problem: Problem,
+        tensors: Mapping[str, Array],
+        out: Mapping[str, Array] | None,
+    ) -> Recording | None:
+        """Return the recording of a problem on tensors with these strides, if there is one."""
+        written = tuple((name, array.strides) for name, array in out.items()) if out else ()
+        strides = tuple([array.strides for array in tensors.values()])
+        key = problem, tuple(tensors), strides, written
+        try:
+            known = self._known[key]
+        except KeyError:
+            if len(self._known) >= KEPT:
+                self._known.clear()
+            self._known[key] = None
+            return None
+        if known is None:
+            known = self._known[key] = _recorded(machine, runner, problem, tensors, out) or False
+        return known or None
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """The launches of a problem; buffers are its inputs, then its outputs, then its workspaces."""
+
+    launches: tuple[_Launch, ...]
+    outputs: tuple[tuple[str, tuple[int, ...], np.dtype[Any]], ...]
+    workspaces: tuple[int, ...]
+    ran: Ran
+
+    def run(self, machine: Machine, tensors: Mapping[str, Array]) -> Ran:
+        """Compute the outputs of these tensors."""
+        outputs, addresses = {}, [*map(address_of, tensors.values())]
+        for name, shape, dtype in self.outputs:
+            array = machine.out.get(name)
+            outputs[name] = aligned_array(shape, dtype) if array is None else array
+            addresses.append(address_of(outputs[name]))
+        workers = machine.workers
+        taken = [workers.workspaces.take(size) for size in self.workspaces]
+        addresses += [workspace.address for workspace in taken]
+        try:
+            for launch in self.launches:
+                control = workers.launch(
+                    launch.kernel,
+                    launch.args(addresses),
+                    scratch_bytes=launch.scratch_bytes,
+                    tasks=launch.tasks,
+                )
+                if control.error:
+                    raise Internal(f"{self.ran.kernel} was given too little work memory")
+        finally:
+            for workspace in taken:
+                workers.workspaces.give(workspace)
+        ran = self.ran
+        return Ran(outputs, ran.kernel, ran.workspace_bytes, ran.pieces, ran.passed_over)
+
+
+@dataclass(frozen=True, slots=True)
+class _Launch:
+    """A launch without tensors: where in the arguments the address of which buffer belongs."""
+
+    kernel: Kernel
+    template: ctypes.Structure
+    pointers: tuple[tuple[int, int, int], ...]
+    """(offset in the structure, index of the buffer, offset in the buffer), in bytes."""
+    scratch_bytes: int
+    tasks: int | None
+
+    def args(self, addresses: Sequence[int]) -> ctypes.Structure:
+        args = type(self.template).from_buffer_copy(self.template)
+        for offset, buffer, delta in self.pointers:
+            _POINTER.pack_into(args, offset, addresses[buffer] + delta)
+        return args
+
+
+class _Recorder(Rehearsal):
+    """Records launches instead of running them, and the workspaces that they take."""
+
+    def __init__(self, threads: int) -> None:
+        super().__init__(threads)
+        self.workspaces = _Taken(0)
+        self.launched: list[tuple[Kernel, ctypes.Structure, int, int | None]] = []
+
+    def to_run(self, pieces: Sequence[Piece]) -> Sequence[Piece]:
+        return pieces
+
+    def launch(
+        self,
+        kernel: Kernel,
+        args: ctypes.Structure,
+        *,
+        scratch_bytes: int = 0,
+        tasks: int | None = None,
+        cancelled: object = None,
+    ) -> Control:
+        self.launched.append((kernel, args, scratch_bytes, tasks))
+        return Control.of(1)
+
+
+class _Taken(Workspaces):
+    """Hands out no buffer twice."""
+
+    def __init__(self, keep_bytes: int) -> None:
+        super().__init__(keep_bytes)
+        self.buffers: list[Buffer] = []
+
+    def take(self, size_bytes: int) -> Buffer:
+        self.buffers.append(Buffer.of(max(size_bytes, 1)))
+        return self.buffers[-1]
+
+
+def _recorded(
+    machine: Machine,
+    runner: Runner,
+    problem: Problem,
+    tensors: Mapping[str, Array],
+    out: Mapping[str, Array] | None,
+) -> Recording | None:
+    """Record a problem; None where its launches are not all that it does."""
+    if problem.memory_bytes > REPLAYED_BYTES:
+        return None
+    if any(spec.dtype in _INDICES for spec in problem.inputs.values()):
+        return None
+    given = [*tensors.values(), *(out or {}).values()]
+    if not all(map(_is_plain, given)):
+        return None
+    inputs = {name: _blank(array) for name, array in tensors.items()}
+    written = {name: _blank(array) for name, array in (out or {}).items()}
+    recorder = _Recorder(machine.workers.threads)
+    ran = runner(replace(machine, workers=recorder, out=written), problem, inputs, None)
+    workspaces = recorder.workspaces
+    assert isinstance(workspaces, _Taken)  # noqa: S101 - the recorder's own
+    taken = [buffer.memory for buffer in workspaces.buffers]
+    buffers = [*inputs.values(), *ran.outputs.values(), *taken]
+    ranges = [_range(array) for array in buffers]
+    launches = []
+    met: set[int] = set()
+    for kernel, args, scratch_bytes, tasks in recorder.launched:
+        pointers = []
+        for offset, table in _pointers(type(args)):
+            address = _POINTER.unpack_from(args, offset)[0]
+            if not address or (table and hasattr(args, "keeps")):
+                continue
+            found = [i for i, (low, high) in enumerate(ranges) if low <= address < high]
+            if len(found) != 1:
+                return None
+            met.add(found[0])
+            pointers.append((offset, found[0], address - address_of(buffers[found[0]])))
+        launches.append(_Launch(kernel, args, tuple(pointers), scratch_bytes, tasks))
+    if not met.issuperset(range(len(inputs), len(inputs) + len(ran.outputs))):
+        return None  # an output is written on the host
+    outputs = tuple((name, array.shape, array.dtype) for name, array in ran.outputs.items())
+    return Recording(tuple(launches), outputs, tuple(map(len, taken)), replace(ran, outputs={}))
+
+
+def _is_plain(array: Array) -> bool:
+    """Whether an array has elements, whose distances are whole and not negative."""
+    return array.size > 0 and all(
+        stride >= 0 and stride % array.itemsize == 0 for stride in array.strides
+    )
+
+
+def _blank(array: Array) -> Array:
+    """Return an uninitialised array of the same shape, dtype and strides."""
+    low, high = _range(array)
+    return np.ndarray(array.shape, array.dtype, np.empty(high - low, np.uint8), 0, array.strides)
+
+
+def _range(array: Array) -> tuple[int, int]:
+    """Return the addresses of the first byte and past the last one; strides are not negative."""
+    reach = sum((n - 1) * stride for n, stride in zip(array.shape, array.strides, strict=True))
+    start = address_of(array)
+    return start, start + reach + array.itemsize
+
+
+@lru_cache
+def _pointers(kind: type[ctypes.Structure]) -> tuple[tuple[int, bool], ...]:
+    """Return the offsets of a structure's pointers, and whether they are to tables of its own."""
+    return tuple(_pointers_in(kind, 0))
+
+
+def _pointers_in(kind: Any, start: int) -> Iterator[tuple[int, bool]]:
+    tables = getattr(kind, "TABLES", ())
+    for name, field, *_ in kind._fields_:
+        offset = start + getattr(kind, name).offset
+        if field is ctypes.c_void_p:
+            yield offset, name in tables
+        elif issubclass(field, ctypes.Structure):
+            yield from _pointers_in(field, offset)
+        elif issubclass(field, ctypes.Array) and issubclass(field._type_, ctypes.Structure):
+            size = ctypes.sizeof(field._type_)
+            for index in range(field._length_):
+                yield from _pointers_in(field._type_, offset + index * size)

@@ -1,0 +1,157 @@
+"""wgrad of a first layer by mma.sync, on tensors in place (first_weight.cu)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import prod
+from typing import Any
+
+from convgrad.dtypes import DType
+from convgrad_service.backends.cuda.arguments import fill, pack
+from convgrad_service.backends.cuda.kernels.conv.first_sum import (
+    first_sum,
+    first_sum_instances,
+    results_of,
+    why_not_summed,
+)
+from convgrad_service.backends.cuda.kernels.conv.first_weight_cuts import (
+    COLUMNS,
+    TILES,
+    Cut,
+    Tile,
+    channel_groups,
+    cuts_of,
+    expected_s,
+    is_split,
+    layout_of,
+    splits_of,
+    units_of,
+)
+from convgrad_service.backends.cuda.kernels.core.gather_axes import divider
+from convgrad_service.backends.cuda.kernels.core.limits import (
+    DTYPES,
+    Requirements,
+    why_not_32bit_positions,
+)
+from convgrad_service.backends.cuda.structures import structure
+from convgrad_service.plans.cuda.device import CudaDevice
+from convgrad_service.plans.cuda.families import Solver
+from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, Workspace, ceil_div
+from convgrad_service.plans.cuda.works import ConvWork
+
+__all__ = ["FirstWeight"]
+
+MOST_CHANNELS = 8
+"""The most channels of the input."""
+MAX_INDEX = 2**31 - 1
+
+
+FirstWeightArgs = structure("conv/first_weight.cuh", "FirstWeightArgs")
+
+
+NEEDS = Requirements(dilated=False)
+
+
+class FirstWeight(Solver[ConvWork, Cut]):
+    """bwd_weight with at most ``MOST_CHANNELS`` input channels, without copies."""
+
+    name = "first_weight"
+
+    def solve(self, work: ConvWork, device: CudaDevice) -> Cut | str:
+        """See `Family.why_not`. Splitting along N or H does not change the answer."""
+        if (reason := NEEDS.why_not(work, device)) is not None:
+            return reason
+        if work.in_channels > MOST_CHANNELS:
+            return f"{work.in_channels} channels of the input are more than {MOST_CHANNELS}"
+        if work.pixels > MAX_INDEX or prod(work.input) * work.in_channels > MAX_INDEX:
+            return "positions are more than 32 bits count"
+        reason = why_not_32bit_positions(work) or why_not_summed(work)
+        if reason is not None:
+            return reason
+        layout = layout_of(work)
+        if layout is None:
+            return "neither columns nor channels are contiguous"
+        cuts = list(cuts_of(work, device, layout))
+        if not cuts:
+            return "rows do not fit into shared memory"
+        return min(cuts, key=lambda cut: expected_s(work, device, cut))
+
+    def fragment(self, work: ConvWork, device: CudaDevice, cut: Cut) -> Fragment:
+        results = results_of(work)
+        units, blocks = units_of(work, cut), cut.tap_groups * channel_groups(work, cut)
+        splits = splits_of(work, device, cut)
+        args = FirstWeightArgs()
+        x, y = work.x.strides, work.y.strides
+        args.x_stride[:] = (x[0], x[2], x[3], x[4])
+        args.y_stride[:] = (y[0], y[2], y[3], y[4], y[5])
+        args.x_size[:], args.y_size[:] = work.input, work.output
+        args.y_channels, args.taps = work.out_channels, work.in_channels * work.taps
+        fill(args, work, "kernel", "stride", "pad")
+        layout = cut.layout
+        fill(args, layout, "planes", "column", "y_last")
+        fill(args, cut, "tap_groups", "warps_m", "warps_n", "rows", "segment", "stages")
+        fill(args, cut, "x_lead", "stage_bytes")
+        args.row_units = ceil_div(work.output[1], cut.rows)
+        args.segments = ceil_div(work.output[2], cut.segment)
+        args.units, args.more = divmod(units, splits)
+        args.x_at = layout.item * cut.y_size
+        for name in ("y_row", "y_column", "y_channel", "x_row", "x_plane"):
+            setattr(args, name, layout.item * getattr(cut, name))
+        x_chunks, y_chunks = _chunks(cut)
+        y_rows = cut.segment if layout.y_last else cut.rows
+        _shape(args.x_shape, layout.x_bytes, cut.x_rows, x_chunks, layout.planes, cut.threads)
+        y_planes = cut.rows if layout.y_last else cut.warps_n * COLUMNS
+        _shape(args.y_shape, layout.y_bytes, y_rows, y_chunks, y_planes, cut.threads)
+        partials = f"{work.prefix}partials"
+        launch = Launch(
+            _instance(work.dtype, cut.tile, is_split(work)),
+            (blocks, splits, 1),
+            (cut.threads, 1, 1),
+            pack(args, x=work.x, y=work.y, partials=partials),
+            cut.shared_bytes,
+        )
+        return Fragment(
+            f"{self.name}/{splits}",
+            (launch, first_sum(work, partials, splits, device)),
+            (Workspace(partials, splits * results * 4),),
+            expected_s=expected_s(work, device, cut),
+        )
+
+    def instances(self) -> Iterable[Instance]:
+        return [
+            *(_instance(dtype, tile, False) for dtype in DTYPES for tile in TILES),
+            *(_instance(DType.FLOAT32, tile, True) for tile in TILES),
+            *first_sum_instances(),
+        ]
+
+
+def _chunks(cut: Cut) -> tuple[int, int]:
+    """Return the chunks of a row of x, and of y, that are copied at once."""
+    layout = cut.layout
+    y_length = cut.warps_n * COLUMNS if layout.y_last else cut.segment
+    return (
+        cut.x_length * layout.item // layout.x_bytes,
+        y_length * layout.item // layout.y_bytes,
+    )
+
+
+def _shape(shape: Any, size: int, rows: int, chunks: int, planes: int, threads: int) -> None:
+    """Fill in a ``CopyShape``."""
+    shape.bytes, shape.places, shape.chunks = size, rows * chunks, chunks
+    shape.groups = max(1, min(planes, threads // shape.places))
+    for by, count in (
+        (shape.by_places, shape.places if shape.groups > 1 else threads),
+        (shape.by_chunks, chunks),
+    ):
+        by.factor, by.shift = divider(count)
+
+
+def _instance(dtype: DType, tile: Tile, split: bool) -> Instance:
+    return Instance.of(
+        "conv/first_weight.cu",
+        ELEMENT=dtype,
+        FRAGMENTS=tile.fragments,
+        SPLIT=split,
+        THREADS=32 * tile.warps,
+        BLOCKS=tile.blocks(split),
+    )
