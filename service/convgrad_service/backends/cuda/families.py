@@ -244,6 +244,7 @@ IMPLICIT_GEMMS = (IMPLICIT_GEMM, FLOAT32_GEMM)
 PLANES_GEMM = PointwiseGemm(planes=True)
 SHORT_GEMM = PointwiseGemm(most_s=25e-6, dtypes=(DType.FLOAT16, DType.BFLOAT16))
 GEMMS = (PointwiseGemm(),), (IMPLICIT_GEMM,)
+UNALIGNED_GEMM = PointwiseGemm(unaligned=True)
 
 
 def _in_float32(
@@ -278,8 +279,21 @@ WHOLE_CHUNKS_WEIGHT = (
 # 1x1 layers of so few pixels that other families are hardly ever faster: 3 of 71 rows by more than
 # 3 % on an H200.
 SIMT_GEMM = SimtGemm(most_s=7e-6, most_pixels=96)
-DENSE = (SIMT_GEMM, PaddedResult(WHOLE_CHUNKS, COPIES), *WHOLE_CHUNKS)
-DENSE_WEIGHT = (SIMT_GEMM, PaddedResult(WHOLE_CHUNKS_WEIGHT, COPIES), *WHOLE_CHUNKS_WEIGHT)
+
+
+def _beside_unaligned(
+    *families: Family[ConvWork],
+) -> tuple[Family[ConvWork], ...]:
+    """Return families after a choice between them and a GEMM that reads any rows."""
+    others = (*families, IMPLICIT_GEMM)
+    return FastestExpected((UNALIGNED_GEMM,), others, overheads=OVERHEADS), *families
+
+
+DENSE = SIMT_GEMM, *_beside_unaligned(PaddedResult(WHOLE_CHUNKS, COPIES), *WHOLE_CHUNKS)
+DENSE_WEIGHT = (
+    SIMT_GEMM,
+    *_beside_unaligned(PaddedResult(WHOLE_CHUNKS_WEIGHT, COPIES), *WHOLE_CHUNKS_WEIGHT),
+)
 # Few channels of the result. Measured on an H200 in 27 layers of 3 to 8 channels, in bfloat16 and
 # float32, channels first and last: dense kernels are faster only where the source is small.
 COL2IM = Col2im(

@@ -154,14 +154,14 @@ __device__ __forceinline__ void consume_row_tiles(const PointwiseGemmArgs& args,
       mbarrier_wait(smem.order_barrier(turn), order_parity);
       order_parity ^= 1;
     }
-    const int image = kPlanes ? tile / args.image_tiles : 0, tile_in = kPlanes ? tile - image * args.image_tiles : tile;
     if constexpr (kUnaligned) {
-      unaligned_mainloop(args, smem, work, state, image, accum);
+      unaligned_mainloop(args, smem, work, state, kPlanes ? tile / args.image_tiles : 0, accum);
     } else {
       mainloop(smem, state, work.steps, accum, smem.order_barrier(turn ^ 1));
     }
     if (kPingPong) state.skip(work.steps, smem.stages);
     if (!kTransposed && !args.plain) apply_alpha_bias(args, work.column, accum);
+    const int image = kPlanes ? tile / args.image_tiles : 0, tile_in = kPlanes ? tile - image * args.image_tiles : tile;
     if constexpr (kStoresColumns) {
       const int row = (kPlanes ? tile_in * BM : work.column) + warp / 4 * kNextRows;
       const int first = kPlanes ? work.column : tile * BN;
@@ -242,27 +242,26 @@ __device__ __forceinline__ void store_reduced(const PointwiseGemmArgs& args, int
       sum_partials(partials + i * 4, args.parts, sums);
     }
     constexpr int kRowStep = kMixesRows ? 1 : 8;  // to the second row
-    const int first_row = row + (kMixesRows ? r + in : r);
-    const int first_column = column + (kMixesColumns ? c / 16 * 16 + c / 8 % 2 : c);
-    const int left = (args.columns - first_column + kMixesColumns) >> kMixesColumns;
+    if (kMixesRows) r += in;
+    if (kMixesColumns) c = c / 16 * 16 + c / 8 % 2;
+    const int columns_left = args.columns - column - c, left = kMixesColumns ? (columns_left + 1) / 2 : columns_left;
     if (left <= 0) return;
-    const i64 column_stride = args.column_stride << kMixesColumns;
-    i64 to = first_row * args.row_stride + first_column * args.column_stride;
+    i64 to = (row + r) * args.row_stride + (column + c) * args.column_stride;
     if (fast && left >= 8) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        if (first_row + half * kRowStep < args.rows) result.store_vector(to, sums[half]);
+        if (row + r + half * kRowStep < args.rows) result.store_vector(to, sums[half]);
         to += kRowStep * args.row_stride;
       }
       return;
     }
 #pragma unroll 1
     for (int half = 0; half < 2; ++half, to += kRowStep * args.row_stride) {
-      if (first_row + half * kRowStep >= args.rows) continue;
+      if (row + r + half * kRowStep >= args.rows) continue;
       float own[8];
 #pragma unroll
       for (int e = 0; e < 8; ++e) own[e] = half == 0 ? sums[0][e] : sums[1][e];
-      store_run<T, 8>(args, to, column_stride, left, first_column, own);
+      store_run<T, 8>(args, to, kMixesColumns ? 2 * args.column_stride : args.column_stride, left, column + c, own);
     }
   });
 }
