@@ -268,7 +268,8 @@ def main() -> None:
     parser.add_argument("--git-sha", help="of the tree, where there is no git to ask")
     parser.add_argument("--results", type=Path)
     given = parser.parse_args()
-    suite, results, batches = SUITE, RESULTS, BATCHES
+    suite, results = SUITE, RESULTS
+    batches: tuple[int, ...] = BATCHES
     if given.types:
         results, batches = OF_TYPES, (TYPES_BATCH,)
     elif given.others:

@@ -15,8 +15,8 @@ from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import Fragment
 from convgrad_service.plans.cuda.works import ConvWork
 from tests.emulator.backend import EmulatedBackend, works_here
-from tests.kernels.conv.test_hopper_first_taps import CASES as FIRST
-from tests.kernels.conv.test_hopper_first_taps import OPERATION
+from tests.support.kernels.first_layer_cases import CASES as FIRST
+from tests.support.kernels.first_layer_cases import OPERATION
 from tests.support.kernels.harness import answers, check, drawn, gates, with_layouts
 from tests.support.numerics.arrays import rng_for
 from tests.support.numerics.cases import FROM_CONV

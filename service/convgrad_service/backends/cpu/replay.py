@@ -125,10 +125,21 @@ class _Launch:
 class _Recorder(Rehearsal):
     """Records launches instead of running them, and the workspaces that they take."""
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, buffers: Sequence[Array]) -> None:
         super().__init__(threads)
-        self.workspaces = _Taken(0)
-        self.launched: list[tuple[Kernel, ctypes.Structure, int, int | None]] = []
+        self._buffers = list(buffers)
+        self.taken: list[int] = []
+        self.launches: list[_Launch] = []
+        self.met: set[int] = set()
+        self.holds_everything = True
+        self.workspaces = _Taken(self)
+
+    def take(self, size_bytes: int) -> Buffer:
+        """Return a workspace, no two of which share memory."""
+        buffer = Buffer.of(max(size_bytes, 1))
+        self._buffers.append(buffer.memory)
+        self.taken.append(buffer.memory.size)
+        return buffer
 
     def to_run(self, pieces: Sequence[Piece]) -> Sequence[Piece]:
         return pieces
@@ -142,20 +153,37 @@ class _Recorder(Rehearsal):
         tasks: int | None = None,
         cancelled: object = None,
     ) -> Control:
-        self.launched.append((kernel, args, scratch_bytes, tasks))
+        # While every buffer is alive: what a pointer points to is looked up by its address.
+        pointers = []
+        for offset, table in _pointers(type(args)):
+            address = _POINTER.unpack_from(args, offset)[0]
+            if not address or (table and hasattr(args, "keeps")):
+                continue
+            found = self._buffer_at(address)
+            if found is None:
+                self.holds_everything = False
+                break
+            self.met.add(found)
+            pointers.append((offset, found, address - address_of(self._buffers[found])))
+        self.launches.append(_Launch(kernel, args, tuple(pointers), scratch_bytes, tasks))
         return Control.of(1)
+
+    def _buffer_at(self, address: int) -> int | None:
+        """Return the index of the one buffer with this address; None for memory of the host's."""
+        ranges = map(_range, self._buffers)
+        found = [i for i, (low, high) in enumerate(ranges) if low <= address < high]
+        return found[0] if len(found) == 1 else None
 
 
 class _Taken(Workspaces):
-    """Hands out no buffer twice."""
+    """A recorder's workspaces."""
 
-    def __init__(self, keep_bytes: int) -> None:
-        super().__init__(keep_bytes)
-        self.buffers: list[Buffer] = []
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__(0)
+        self.take = recorder.take  # type: ignore[method-assign]
 
-    def take(self, size_bytes: int) -> Buffer:
-        self.buffers.append(Buffer.of(max(size_bytes, 1)))
-        return self.buffers[-1]
+    def give(self, buffer: Buffer) -> None:
+        """Keep it: see `_Recorder.take`."""
 
 
 def _recorded(
@@ -170,36 +198,27 @@ def _recorded(
         return None
     if any(spec.dtype in _INDICES for spec in problem.inputs.values()):
         return None
-    given = [*tensors.values(), *(out or {}).values()]
-    if not all(map(_is_plain, given)):
+    places = dict(out or {})
+    if not all(map(_is_plain, (*tensors.values(), *places.values()))):
         return None
     inputs = {name: _blank(array) for name, array in tensors.items()}
-    written = {name: _blank(array) for name, array in (out or {}).items()}
-    recorder = _Recorder(machine.workers.threads)
-    ran = runner(replace(machine, workers=recorder, out=written), problem, inputs, None)
-    workspaces = recorder.workspaces
-    assert isinstance(workspaces, _Taken)  # noqa: S101 - the recorder's own
-    taken = [buffer.memory for buffer in workspaces.buffers]
-    buffers = [*inputs.values(), *ran.outputs.values(), *taken]
-    ranges = [_range(array) for array in buffers]
-    launches = []
-    met: set[int] = set()
-    for kernel, args, scratch_bytes, tasks in recorder.launched:
-        pointers = []
-        for offset, table in _pointers(type(args)):
-            address = _POINTER.unpack_from(args, offset)[0]
-            if not address or (table and hasattr(args, "keeps")):
-                continue
-            found = [i for i, (low, high) in enumerate(ranges) if low <= address < high]
-            if len(found) != 1:
-                return None
-            met.add(found[0])
-            pointers.append((offset, found[0], address - address_of(buffers[found[0]])))
-        launches.append(_Launch(kernel, args, tuple(pointers), scratch_bytes, tasks))
-    if not met.issuperset(range(len(inputs), len(inputs) + len(ran.outputs))):
-        return None  # an output is written on the host
-    outputs = tuple((name, array.shape, array.dtype) for name, array in ran.outputs.items())
-    return Recording(tuple(launches), outputs, tuple(map(len, taken)), replace(ran, outputs={}))
+    outputs = {
+        name: _blank(places[name]) if name in places else np.empty(spec.shape, spec.dtype.numpy)
+        for name, spec in problem.outputs.items()
+    }
+    recorder = _Recorder(machine.workers.threads, [*inputs.values(), *outputs.values()])
+    ran = runner(replace(machine, workers=recorder, out=outputs), problem, inputs, None)
+    written = range(len(inputs), len(inputs) + len(outputs))
+    if not recorder.holds_everything or not recorder.met.issuperset(written):
+        return None  # it also reads or writes memory on the host
+    if any(array is not outputs[name] for name, array in ran.outputs.items()):
+        return None
+    return Recording(
+        tuple(recorder.launches),
+        tuple((name, array.shape, array.dtype) for name, array in outputs.items()),
+        tuple(recorder.taken),
+        replace(ran, outputs={}),
+    )
 
 
 def _is_plain(array: Array) -> bool:

@@ -262,15 +262,23 @@ def _in_float32(
 
 
 # Channels that are whole chunks of 16 bytes, or not.
+TUNABLE = (PointwiseGemm(), IMPLICIT_GEMM, HopperGather(), HopperHalo())
 WHOLE_CHUNKS = (
-    Tuned((PointwiseGemm(), IMPLICIT_GEMM, HopperGather(), HopperHalo())),
+    Tuned(TUNABLE),
     PLANES_GEMM,
     SHORT_GEMM,
     _in_float32(DENSE_CONV, (HopperGather(direct=True),), SPLIT_GATHER, few_terms=SPLIT_GATHER),
     FastestExpected(DENSE_CONV, (HopperGather(direct=True),), *GEMMS, overheads=OVERHEADS),
 )
+TUNABLE_WEIGHT = (
+    PointwiseGemm(),
+    IMPLICIT_GEMM,
+    HopperWeight(),
+    HopperWeightSingle(),
+    DenseWeight(),
+)
 WHOLE_CHUNKS_WEIGHT = (
-    Tuned((PointwiseGemm(), IMPLICIT_GEMM, HopperWeight(), HopperWeightSingle(), DenseWeight())),
+    Tuned(TUNABLE_WEIGHT),
     PLANES_GEMM,
     SHORT_GEMM,
     _in_float32(DENSE_CONV_WEIGHT, BATCH_LAST_WEIGHT, (PointwiseGemm(),), SPLIT_WEIGHT),
@@ -279,19 +287,19 @@ WHOLE_CHUNKS_WEIGHT = (
 # 1x1 layers of so few pixels that other families are hardly ever faster: 3 of 71 rows by more than
 # 3 % on an H200.
 SIMT_GEMM = SimtGemm(most_s=7e-6, most_pixels=96)
+SHORTEST = Tuned(TUNABLE, own=True), SIMT_GEMM
+SHORTEST_WEIGHT = Tuned(TUNABLE_WEIGHT, own=True), SIMT_GEMM
 
 
-def _beside_unaligned(
-    *families: Family[ConvWork],
-) -> tuple[Family[ConvWork], ...]:
-    """Return families after a choice between them and a GEMM that reads any rows."""
+def _beside_unaligned(*families: Family[ConvWork]) -> tuple[Family[ConvWork], ...]:
+    """Return a choice between them and a GEMM of rows that are no whole chunks, then them."""
     others = (*families, IMPLICIT_GEMM)
     return FastestExpected((UNALIGNED_GEMM,), others, overheads=OVERHEADS), *families
 
 
-DENSE = SIMT_GEMM, *_beside_unaligned(PaddedResult(WHOLE_CHUNKS, COPIES), *WHOLE_CHUNKS)
+DENSE = (*SHORTEST, *_beside_unaligned(PaddedResult(WHOLE_CHUNKS, COPIES), *WHOLE_CHUNKS))
 DENSE_WEIGHT = (
-    SIMT_GEMM,
+    *SHORTEST_WEIGHT,
     *_beside_unaligned(PaddedResult(WHOLE_CHUNKS_WEIGHT, COPIES), *WHOLE_CHUNKS_WEIGHT),
 )
 # Few channels of the result. Measured on an H200 in 27 layers of 3 to 8 channels, in bfloat16 and
@@ -342,7 +350,7 @@ FAMILIES = Families(
     bwd_weight=(
         *DEPTHWISE_WEIGHT,
         *GROUPED_WEIGHT,
-        SIMT_GEMM,
+        *SHORTEST_WEIGHT,
         PLANES_GEMM,
         *FIRST_WEIGHT,
         *DENSE_WEIGHT,

@@ -15,7 +15,7 @@ from convgrad_service.problems import Problem, problem_from
 from tests.support.kernels.harness import problem_and_tensors, with_layouts
 from tests.support.numerics.arrays import DTYPES, draw, normals, rng_for
 from tests.support.numerics.bounds import assert_same_bits
-from tests.support.numerics.cases import Case
+from tests.support.numerics.cases import Case, conv_cases
 from tests.support.numerics.classes import CLASSES
 
 Array = NDArray[Any]
@@ -27,21 +27,37 @@ TIMES, CASES = 4, 40
 def test_a_recording_has_the_bits_of_the_first_run(seed: int, name: str, threads: int) -> None:
     rng = Random(f"{seed} {name}")
     again = CpuBackend(threads)
-    for index in range(CASES):
+    for _ in range(CASES):
         case = CLASSES[name](rng)
         layout = rng.choice(with_layouts(case.ndim, grouped=case.groups > 1))
         dtype = rng.choice(["float16", "bfloat16", "float32", "float64"])
-        for turn in range(TIMES):
-            problem, arrays = _drawn(case, seed + turn, dtype, layout)
-            afresh = CpuBackend(threads)
-            wanted = afresh.run(problem, arrays)
-            found = again.run(problem, arrays)
-            afresh.close()
-            what = f"seed {seed}, {name} {index}, turn {turn}: {case.id} {dtype} {layout}"
-            assert found.kernel == wanted.kernel, what
-            for output, array in wanted.outputs.items():
-                assert_same_bits(found.outputs[output], array, f"{what} {output}")
+        _compare(again, threads, case, seed, dtype, layout)
     again.close()
+
+
+# Sums of two convolutions, whose operands the host concatenates.
+@pytest.mark.parametrize("operation", ["conv_double_backward", "conv_transpose_double_backward"])
+def test_copies_on_the_host_are_made_every_time(seed: int, operation: str) -> None:
+    again = CpuBackend(1)
+    for case in conv_cases(operation):
+        _compare(again, 1, case, seed, "float32", None)
+    again.close()
+
+
+def _compare(
+    again: CpuBackend, threads: int, case: Case, seed: int, dtype: str, layout: str | None
+) -> None:
+    """Run a case several times, each on other tensors, and compare with a backend's first run."""
+    for turn in range(TIMES):
+        problem, arrays = _drawn(case, seed + turn, dtype, layout)
+        afresh = CpuBackend(threads)
+        wanted = afresh.run(problem, arrays)
+        found = again.run(problem, arrays)
+        afresh.close()
+        what = f"seed {seed}, turn {turn}: {case.operation} {case.id} {dtype} {layout}"
+        assert found.kernel == wanted.kernel, what
+        for output, array in wanted.outputs.items():
+            assert_same_bits(found.outputs[output], array, f"{what} {output}")
 
 
 def _drawn(case: Case, seed: int, dtype: str, layout: str | None) -> tuple[Problem, dict[str, Any]]:

@@ -38,19 +38,24 @@ class Tunable(Family[ConvWork], Protocol):
 
 
 class Tuned(Selector[ConvWork]):
-    """The families of tuned layers, each with the configuration that was the fastest."""
+    """The families of tuned layers, each with the configuration that was the fastest.
+
+    ``own`` ones are those of the user's table alone, which come before every other family.
+    """
 
     name = "tuned"
 
-    def __init__(self, families: Sequence[Tunable]) -> None:
+    def __init__(self, families: Sequence[Tunable], *, own: bool = False) -> None:
         self._families = {family.name: family for family in families}
+        self._own = own
 
     def choice(
         self, work: ConvWork, device: CudaDevice
     ) -> tuple[Chosen | None, list[tuple[str, str]]]:
         """See `Selector.choice`."""
         key = key_of(work)
-        entry = None if key is None else _layers(device.name, device.multiprocessors).get(key)
+        layers = _layers(device.name, device.multiprocessors, self._own)
+        entry = None if key is None else layers.get(key)
         if entry is None:
             return None, []
         name, config = entry
@@ -66,7 +71,7 @@ class Tuned(Selector[ConvWork]):
     def without(self, names: Collection[str]) -> tuple[Family[ConvWork], ...]:
         """See `Selector.without`."""
         left = [family for name, family in self._families.items() if name not in names]
-        return (Tuned(left),) if left else ()
+        return (Tuned(left, own=self._own),) if left else ()
 
     def instances(self) -> Iterable[Instance]:
         """None of its own; see `Family.instances`."""
@@ -120,10 +125,10 @@ def table_text(device: CudaDevice, layers: Mapping[str, Sequence[str]]) -> str:
 
 
 @cache
-def _layers(device: str, multiprocessors: int) -> dict[str, tuple[str, str]]:
+def _layers(device: str, multiprocessors: int, own: bool) -> dict[str, tuple[str, str]]:
     """Return the family and the configuration of each tuned layer on this device."""
     found: dict[str, tuple[str, str]] = {}
-    for path in (TABLE, *_own):
+    for path in _own if own else (TABLE, *_own):
         if path is TABLE and not TABLE.exists():
             continue
         table = read_table(path)

@@ -23,6 +23,8 @@ using T = ELEMENT;
 constexpr int kThreads = 256;
 constexpr int kPitch = CHANNELS == 3 ? 4 : CHANNELS;
 constexpr int kDepth = VECTOR == 1 ? 16 : 2 * VECTOR;
+// Blocks of an SM, by the registers that they need.
+constexpr int kResident = PIXELS > 1 || (CHANNELS == 3 && sizeof(T) == 2) ? 2 : 3;
 constexpr int kInFlight = VECTOR > 1 ? 2 : PIXELS == 1 ? 8 : 4;
 
 // A result channel's weights of one channel of the source: one load, or two.
@@ -45,7 +47,7 @@ struct Weights {
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(kThreads, PIXELS == 1 ? 3 : 2)
+extern "C" __global__ void __launch_bounds__(kThreads, kResident)
     few_gather(const __grid_constant__ FewGatherArgs args) {
   extern __shared__ uint4 shared[];
   float* const weights = reinterpret_cast<float*>(shared);

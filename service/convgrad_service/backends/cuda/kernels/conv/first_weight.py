@@ -8,6 +8,7 @@ from typing import Any
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import fill, pack
+from convgrad_service.backends.cuda.kernels.conv.dense_tiles import why_not_few_terms
 from convgrad_service.backends.cuda.kernels.conv.first_sum import (
     first_sum,
     first_sum_instances,
@@ -65,7 +66,7 @@ class FirstWeight(Solver[ConvWork, Cut]):
             return f"{work.in_channels} channels of the input are more than {MOST_CHANNELS}"
         if work.pixels > MAX_INDEX or prod(work.input) * work.in_channels > MAX_INDEX:
             return "positions are more than 32 bits count"
-        reason = why_not_32bit_positions(work) or why_not_summed(work)
+        reason = why_not_32bit_positions(work) or why_not_summed(work) or why_not_few_terms(work)
         if reason is not None:
             return reason
         layout = layout_of(work)

@@ -113,6 +113,8 @@ class HopperWeight:
             )
         if (reason := why_not_contiguous_groups(work)) is not None:
             return reason
+        if parts > 1 and work.groups > 1 and any(channels % 8 for channels in work.channels):
+            return f"groups of {work.channels} channels: parts of them are no whole 16 bytes"
         rows = _rows(work, rows, parts)
         if rows is None and (reason := why_not_im2col(work)) is not None:
             return reason
