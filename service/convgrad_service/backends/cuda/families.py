@@ -107,6 +107,7 @@ OVERHEADS = {
     "split_gather_through_channels_last": Overhead(0.0),
     "split_weight": Overhead(0.0),
     "split_weight_through_channels_last": Overhead(7e-6),
+    "padded_result": Overhead(0.0, 1.0, 2e-6),
     "batch_last_weight": Overhead(0.0),
     "batch_last_weight_through_channels_last": Overhead(4e-6),
 }
@@ -297,8 +298,11 @@ def _beside_unaligned(*families: Family[ConvWork]) -> tuple[Family[ConvWork], ..
     return FastestExpected((UNALIGNED_GEMM,), others, overheads=OVERHEADS), *families
 
 
-DENSE = (*SHORTEST, *_beside_unaligned(PaddedResult(WHOLE_CHUNKS, COPIES), *WHOLE_CHUNKS))
-DENSE_WEIGHT = (
+DENSE: Sequence[Family[ConvWork]] = (
+    *SHORTEST,
+    *_beside_unaligned(PaddedResult(WHOLE_CHUNKS, COPIES), *WHOLE_CHUNKS),
+)
+DENSE_WEIGHT: Sequence[Family[ConvWork]] = (
     *SHORTEST_WEIGHT,
     *_beside_unaligned(PaddedResult(WHOLE_CHUNKS_WEIGHT, COPIES), *WHOLE_CHUNKS_WEIGHT),
 )

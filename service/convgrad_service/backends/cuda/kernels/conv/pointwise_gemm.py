@@ -19,6 +19,7 @@ from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_tiles import (
     ITEM_BYTES,
     ROW_BYTES,
     SLAB_ROWS,
+    UNALIGNED,
     Config,
     Matrix,
     Product,
@@ -169,7 +170,9 @@ class PointwiseGemm:
             cluster=max(config.cluster, config.multicast),
         )
         return Fragment(
-            f"{self.name}_{work.direction}_{config}" + SWAPPED * product.swapped,
+            f"{self.name}_{work.direction}_{config}"
+            + SWAPPED * product.swapped
+            + UNALIGNED * product.unaligned,
             (launch,),
             workspace,
             expected_s=expected_s,
@@ -178,8 +181,11 @@ class PointwiseGemm:
         )
 
     def tuned(self, config: str, work: ConvWork, device: CudaDevice) -> PointwiseGemm | None:
-        found = Config.named(config.removesuffix(SWAPPED))
-        return None if found is None else PointwiseGemm(found, swapped=config.endswith(SWAPPED))
+        name, unaligned = config.removesuffix(UNALIGNED), config.endswith(UNALIGNED)
+        found = Config.named(name.removesuffix(SWAPPED))
+        if found is None:
+            return None
+        return PointwiseGemm(found, swapped=name.endswith(SWAPPED), unaligned=unaligned)
 
     def instances(self) -> Iterable[Instance]:
         # Whether A and B are MN-major: fwd, bwd_data and bwd_weight; then the former two transposed

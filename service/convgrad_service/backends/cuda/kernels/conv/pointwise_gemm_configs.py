@@ -54,7 +54,7 @@ STORED: Tiles = {
         128: {64: (32, 40, 64)},
     },
 }
-# Of rows that are no whole chunks: the tiles that shorten 363 products of networks' layers the most.
+# Of rows that are no whole chunks: those that shorten 363 products of networks' layers the most.
 STORED["gather_unaligned"] = STORED["gather_unaligned_forward"] = {
     32: {128: (48, 96)},
     48: {64: (64,), 128: (64,)},

@@ -11,6 +11,7 @@ from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm import Pointwise
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_model import chosen, timed
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_products import products_of
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_tiles import CLUSTERS, Config
+from convgrad_service.backends.cuda.tuning.candidates import candidates
 from convgrad_service.plans.cuda.device import H200, CudaDevice
 from convgrad_service.plans.cuda.program import Launch, ceil_div
 from convgrad_service.plans.cuda.works import ConvWork, Direction
@@ -150,6 +151,17 @@ def test_channels_that_are_no_whole_chunks(
     for _, config in timed(product, H200, COUNTERS):
         stages = config.stages(product, H200)
         assert config.shared_bytes(product, stages) <= H200.shared_bytes_per_block
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_configurations_of_such_channels_can_be_tuned(direction: Direction) -> None:
+    work = work_of(direction, batch=5, channels=(27, 162), size=28, kernel=1, pad=0)
+    found = next(iter(candidates(work, H200)))
+    assert {one.family.name for one in found} == {FAMILY.name}
+    for one in found:
+        tuned = FAMILY.tuned(one.config, work, H200)
+        assert tuned is not None
+        assert tuned.launches(work, H200).kernel == f"{FAMILY.name}_{direction}_{one.config}"
 
 
 def test_rows_of_whole_chunks_are_not_unaligned() -> None:
