@@ -142,6 +142,44 @@ SUMMED_PLANES += (
     (_EVEN, Config(64, 64, cluster=3, parts=2), True),
 )
 
+# Rows that are no whole chunks: an even number of elements or, of either operand, an odd one;
+# partial tiles; fewer and more k-tiles than stages; only one operand's; runs of the result of 1 to
+# 8 elements; a bias in fwd.
+_EVEN_ROWS, _ODD_ROWS = Conv(2, 162, 38, (9, 11), (1, 1)), Conv(3, 27, 70, (5, 9, 4), (1, 1, 1))
+_HALF_ROWS, _DEEP_ROWS = Conv(2, 72, 45, (9, 7), (1, 1)), Conv(2, 20, 1044, (7, 13), (1, 1))
+UNALIGNED = (
+    (conv_fwd("even", _EVEN_ROWS), Config(64, 32), False),
+    (conv_fwd("odd", _ODD_ROWS), Config(128, 48, 32), False),
+    (conv_fwd("deep", _DEEP_ROWS), Config(64, 128), False),
+    (conv_bwd_data("even", _EVEN_ROWS), Config(128, 176, 32), False),
+    (conv_bwd_data("odd", _ODD_ROWS), Config(64, 64, 32), False),
+    (conv_bwd_data("half", _HALF_ROWS), Config(128, 64), False),
+    (conv_bwd_data("deep", _DEEP_ROWS).with_params("alpha", alpha=-0.5), Config(64, 32), False),
+    (grouped_conv_bwd_weight("even", _EVEN_ROWS), Config(128, 48, parts=3), False),
+    (grouped_conv_bwd_weight("odd", _ODD_ROWS), Config(64, 96, parts=2), True),
+    (grouped_conv_bwd_weight("half", _HALF_ROWS), Config(192, 32, parts=2), False),
+    (grouped_conv_bwd_weight("deep", _DEEP_ROWS), Config(64, 32, parts=3), True),
+    (conv_fwd("odd", _ODD_ROWS), Config(64, 32, cluster=1), False),
+    (conv_bwd_data("deep", _DEEP_ROWS), Config(64, 64, cluster=4), False),
+    (grouped_conv_bwd_weight("odd", _ODD_ROWS), Config(64, 32, cluster=2), True),
+    (grouped_conv_bwd_weight("even", _EVEN_ROWS), Config(128, 48, cluster=3, parts=2), False),
+)
+
+# The same in planes, also where only rows of weights are no whole chunks, and where images start at
+# other elements.
+_SEVENS, _EIGHTS = Conv(5, 36, 145, (7, 7), (1, 1)), Conv(3, 20, 60, (8, 16), (1, 1))
+_PAIRS = Conv(3, 38, 84, (7, 10), (1, 1))
+UNALIGNED_PLANES = (
+    (conv_fwd("sevens", _SEVENS), Config(64, 64), False),
+    (conv_fwd("pairs", _PAIRS), Config(128, 64, 32), False),
+    (conv_bwd_data("sevens", _SEVENS), Config(128, 64), False),
+    (conv_bwd_data("eights", _EIGHTS), Config(64, 128), False),
+    (conv_bwd_data("pairs", _PAIRS), Config(64, 64, 32), False),
+    (grouped_conv_bwd_weight("sevens", _SEVENS), Config(192, 48, parts=2), False),
+    (grouped_conv_bwd_weight("pairs", _PAIRS), Config(64, 64, parts=3), True),
+    (grouped_conv_bwd_weight("sevens", _SEVENS), Config(64, 64, cluster=2), False),
+)
+
 
 def name_of(value: object) -> str | None:
     return value.id if isinstance(value, Case) else str(value)
@@ -211,6 +249,21 @@ def test_weight(seed: int, case: Case, config: Config, swapped: bool, planes: bo
         tensors, wanted = drawn(seed, posed, "bfloat16", "exact")
         found = answers(backend, posed, tensors, layout)
         check(found, wanted, "exact", f"seed {seed}, {posed.id} {config}")
+
+
+@pytest.mark.parametrize(
+    ("case", "config", "swapped", "planes"),
+    [(*one, False) for one in UNALIGNED] + [(*one, True) for one in UNALIGNED_PLANES],
+    ids=name_of,
+)
+def test_unaligned(seed: int, case: Case, config: Config, swapped: bool, planes: bool) -> None:
+    layout = "NCHW" if planes else _last(case)
+    backend = EmulatedBackend(pointwise_gemm(config, swapped=swapped, unaligned=True))
+    for dtype, gate in (("bfloat16", "exact"), ("float16", "bounded")):
+        tensors, wanted = drawn(seed, case, dtype, gate)
+        found = answers(backend, case, tensors, layout)
+        check(found, wanted, gate, f"seed {seed}, {case.id} {config}")
+    check_rule(backend, seed, case, "bfloat16", layout)
 
 
 def test_float16(seed: int) -> None:

@@ -154,10 +154,13 @@ def simt_gemm(config: SimtConfig | None = None) -> Families:
     )
 
 
-def pointwise_gemm(config: PointwiseConfig | None = None, *, swapped: bool = False) -> Families:
+def pointwise_gemm(
+    config: PointwiseConfig | None = None, *, swapped: bool = False, unaligned: bool = False
+) -> Families:
     """pointwise_gemm for every convolution that it can compute; the general kernels for the others.
-    ``config`` in place of the plan's own, with wgrad's rows ``swapped``."""
-    gemm = PointwiseGemm(config, swapped=swapped)
+    ``config`` in place of the plan's own, with wgrad's rows ``swapped``; of rows that are no whole
+    chunks if ``unaligned``."""
+    gemm = PointwiseGemm(config, swapped=swapped, unaligned=unaligned)
     return replace(
         FAMILIES,
         fwd=[gemm, GatherDirect()],

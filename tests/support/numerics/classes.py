@@ -112,6 +112,14 @@ def dense(rng: Random) -> Conv:
     return _affordable(Conv(c=_channels(rng, 160), k=_channels(rng, 160), **shape))
 
 
+def pointwise(rng: Random) -> Conv:
+    """1x1 with stride 1, of as many channels that are whole chunks of 16 bytes as of others."""
+    ndim = _dimensions(rng)
+    size = tuple(rng.randint(1, 2 * _EXTENTS[ndim]) for _ in range(ndim))
+    c, k = (rng.choice([8 * rng.randint(1, 40), rng.randint(9, 320)]) for _ in range(2))
+    return _affordable(Conv(rng.randint(1, 4), c, k, size, (1,) * ndim))
+
+
 def grouped(rng: Random) -> Conv:
     """2 to 64 channels per group on either side."""
     ndim = _dimensions(rng)
@@ -292,6 +300,7 @@ def _window_request(rng: Random) -> Case:
 
 CLASSES: Mapping[str, Callable[[Random], Case]] = {
     "dense": lambda rng: _conv_request(dense(rng), rng),
+    "pointwise": lambda rng: _conv_request(pointwise(rng), rng),
     "grouped": lambda rng: _conv_request(grouped(rng), rng),
     "depthwise": lambda rng: _conv_request(depthwise(rng), rng),
     "first_layer": lambda rng: _conv_request(first_layer(rng), rng),

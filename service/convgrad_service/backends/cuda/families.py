@@ -107,6 +107,7 @@ OVERHEADS = {
     "split_gather_through_channels_last": Overhead(0.0),
     "split_weight": Overhead(0.0),
     "split_weight_through_channels_last": Overhead(7e-6),
+    "padded_result": Overhead(0.0, 1.0, 2e-6),
     "batch_last_weight": Overhead(0.0),
     "batch_last_weight_through_channels_last": Overhead(4e-6),
 }
@@ -244,6 +245,7 @@ IMPLICIT_GEMMS = (IMPLICIT_GEMM, FLOAT32_GEMM)
 PLANES_GEMM = PointwiseGemm(planes=True)
 SHORT_GEMM = PointwiseGemm(most_s=25e-6, dtypes=(DType.FLOAT16, DType.BFLOAT16))
 GEMMS = (PointwiseGemm(),), (IMPLICIT_GEMM,)
+UNALIGNED_GEMM = PointwiseGemm(unaligned=True)
 
 
 def _in_float32(
@@ -288,8 +290,22 @@ WHOLE_CHUNKS_WEIGHT = (
 SIMT_GEMM = SimtGemm(most_s=7e-6, most_pixels=96)
 SHORTEST = Tuned(TUNABLE, own=True), SIMT_GEMM
 SHORTEST_WEIGHT = Tuned(TUNABLE_WEIGHT, own=True), SIMT_GEMM
-DENSE = (*SHORTEST, PaddedResult(WHOLE_CHUNKS, COPIES), *WHOLE_CHUNKS)
-DENSE_WEIGHT = (*SHORTEST_WEIGHT, PaddedResult(WHOLE_CHUNKS_WEIGHT, COPIES), *WHOLE_CHUNKS_WEIGHT)
+
+
+def _beside_unaligned(*families: Family[ConvWork]) -> tuple[Family[ConvWork], ...]:
+    """Return a choice between them and a GEMM of rows that are no whole chunks, then them."""
+    others = (*families, IMPLICIT_GEMM)
+    return FastestExpected((UNALIGNED_GEMM,), others, overheads=OVERHEADS), *families
+
+
+DENSE: Sequence[Family[ConvWork]] = (
+    *SHORTEST,
+    *_beside_unaligned(PaddedResult(WHOLE_CHUNKS, COPIES), *WHOLE_CHUNKS),
+)
+DENSE_WEIGHT: Sequence[Family[ConvWork]] = (
+    *SHORTEST_WEIGHT,
+    *_beside_unaligned(PaddedResult(WHOLE_CHUNKS_WEIGHT, COPIES), *WHOLE_CHUNKS_WEIGHT),
+)
 # Few channels of the result. Measured on an H200 in 27 layers of 3 to 8 channels, in bfloat16 and
 # float32, channels first and last: dense kernels are faster only where the source is small.
 COL2IM = Col2im(

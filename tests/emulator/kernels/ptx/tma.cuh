@@ -17,6 +17,11 @@ static inline void mbarrier_arrive_expect_tx(u32 barrier, u32 bytes) {
   emulator::count_at(emulator::current_block(), barrier, 1, bytes);
 }
 static inline void mbarrier_arrive(u32 barrier) { mbarrier_arrive_expect_tx(barrier, 0); }
+static inline void mbarrier_arrive_after_copies(u32 barrier) {
+  cp_async_commit();
+  cp_async_wait<0>();
+  mbarrier_arrive(barrier);
+}
 static inline void mbarrier_arrive_cluster(u32 barrier, u32 block) {
   emulator::count_at(block, barrier, 1, 0);
 }

@@ -30,7 +30,11 @@ from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm import (
     PointwiseGemm,
 )
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_products import products_of
-from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_tiles import Config, Product
+from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_tiles import (
+    UNALIGNED,
+    Config,
+    Product,
+)
 from convgrad_service.backends.cuda.kernels.core.gather_axes import gather_axis
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.families import Family
@@ -60,12 +64,17 @@ class Candidate:
 
 def candidates(work: ConvWork, device: CudaDevice) -> Iterator[list[Candidate]]:
     """Yield a list for each family that takes such work, fastest first by its cost model."""
-    if PointwiseGemm(Config(64, 64)).why_not(work, device) is None:
-        yield _sorted(
-            Candidate(PointwiseGemm(config, swapped=one.swapped), _name(config, one), time_s)
-            for one in products_of(work)
-            for time_s, config in product.timed(one, device, COUNTERS)
-        )
+    for unaligned in (False, True):
+        if PointwiseGemm(Config(64, 64), unaligned=unaligned).why_not(work, device) is None:
+            yield _sorted(
+                Candidate(
+                    PointwiseGemm(config, swapped=one.swapped, unaligned=unaligned),
+                    _name(config, one),
+                    time_s,
+                )
+                for one in products_of(work, unaligned=unaligned)
+                for time_s, config in product.timed(one, device, COUNTERS)
+            )
     if ImplicitGemm().why_not(work, device) is None:
         gemm = gemm_of(work)
         yield _sorted(
@@ -113,7 +122,7 @@ def candidates(work: ConvWork, device: CudaDevice) -> Iterator[list[Candidate]]:
 
 
 def _name(config: Config, of: Product) -> str:
-    return f"{config}{SWAPPED if of.swapped else ''}"
+    return f"{config}{SWAPPED * of.swapped}{UNALIGNED * of.unaligned}"
 
 
 def _sorted(found: Iterator[Candidate]) -> list[Candidate]:

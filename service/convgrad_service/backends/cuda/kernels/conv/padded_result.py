@@ -39,7 +39,7 @@ LEAST_ELEMENTS = 500_000
 class PaddedResult(LoweringFamily):
     """Ungrouped 16-bit convolutions in any direction."""
 
-    name, suffix, timed = "padded_result", "padded", False
+    name, suffix = "padded_result", "padded"
 
     def __init__(
         self,

@@ -101,6 +101,33 @@ __device__ __forceinline__ void mainloop(const SharedLayout& smem, PipelineState
   }
 }
 
+// The mainloop of one tile, of unaligned rows; with PLANES, B is `image`.
+template <int kParts, int kFragments>
+__device__ __forceinline__ void unaligned_mainloop(const PointwiseGemmArgs& args, const SharedLayout& smem,
+                                                   const BlockWork& work, PipelineState& state, int image,
+                                                   float (&accum)[kParts][kFragments][4]) {
+  using Products = UnalignedProducts<T, UnalignedA, UnalignedB, A_MN != 0, B_MN != 0, kStraddles, kParts, kFragments, DEPTH>;
+  const int image_tiles = kImages ? args.image_tiles : 1, a_image = static_cast<int>(args.a_image);
+  const int b_image = static_cast<int>(args.b_image);
+  ImageStep at(kImages ? work.begin : 0, image_tiles);
+  const ImageStep each(kImages ? work.k_step : 0, image_tiles);
+  const u32 own = threadIdx.x / 128 * kNextRows * (A_MN ? static_cast<u32>(sizeof(T)) : UnalignedA::kPitch);
+  Products products(threadIdx.x, args.a_channel, 0, args.b_channel, PLANES ? image * b_image : 0);
+  clear(accum);
+#pragma unroll 1
+  for (int step = 0; step < work.steps; ++step) {
+    if constexpr (kImages) {
+      products = Products(threadIdx.x, args.a_channel, at.image * a_image, args.b_channel, at.image * b_image);
+      at.add(each, image_tiles);
+    }
+    mbarrier_wait(smem.full_barrier(state.index), state.parity);
+    products.add(smem.a(state.index) + own, smem.b(state.index), accum);
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) smem.release(state.index, 0);
+    state.advance(smem.stages);
+  }
+}
+
 #if !REDUCE
 __device__ __forceinline__ void consume_row_tiles(const PointwiseGemmArgs& args, const SharedLayout& smem,
                                               const BlockWork& work) {
@@ -127,7 +154,11 @@ __device__ __forceinline__ void consume_row_tiles(const PointwiseGemmArgs& args,
       mbarrier_wait(smem.order_barrier(turn), order_parity);
       order_parity ^= 1;
     }
-    mainloop(smem, state, work.steps, accum, smem.order_barrier(turn ^ 1));
+    if constexpr (kUnaligned) {
+      unaligned_mainloop(args, smem, work, state, kPlanes ? tile / args.image_tiles : 0, accum);
+    } else {
+      mainloop(smem, state, work.steps, accum, smem.order_barrier(turn ^ 1));
+    }
     if (kPingPong) state.skip(work.steps, smem.stages);
     if (!kTransposed && !args.plain) apply_alpha_bias(args, work.column, accum);
     const int image = kPlanes ? tile / args.image_tiles : 0, tile_in = kPlanes ? tile - image * args.image_tiles : tile;
@@ -210,24 +241,27 @@ __device__ __forceinline__ void store_reduced(const PointwiseGemmArgs& args, int
     } else {
       sum_partials(partials + i * 4, args.parts, sums);
     }
-    const int left = args.columns - column - c;
+    constexpr int kRowStep = kMixesRows ? 1 : 8;  // to the second row
+    if (kMixesRows) r += in;
+    if (kMixesColumns) c = c / 16 * 16 + c / 8 % 2;
+    const int columns_left = args.columns - column - c, left = kMixesColumns ? (columns_left + 1) / 2 : columns_left;
     if (left <= 0) return;
     i64 to = (row + r) * args.row_stride + (column + c) * args.column_stride;
     if (fast && left >= 8) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        if (row + r + half * 8 < args.rows) result.store_vector(to, sums[half]);
-        to += 8 * args.row_stride;
+        if (row + r + half * kRowStep < args.rows) result.store_vector(to, sums[half]);
+        to += kRowStep * args.row_stride;
       }
       return;
     }
 #pragma unroll 1
-    for (int half = 0; half < 2; ++half, to += 8 * args.row_stride) {
-      if (row + r + half * 8 >= args.rows) continue;
+    for (int half = 0; half < 2; ++half, to += kRowStep * args.row_stride) {
+      if (row + r + half * kRowStep >= args.rows) continue;
       float own[8];
 #pragma unroll
       for (int e = 0; e < 8; ++e) own[e] = half == 0 ? sums[0][e] : sums[1][e];
-      store_run<T, 8>(args, to, args.column_stride, left, column + c, own);
+      store_run<T, 8>(args, to, kMixesColumns ? 2 * args.column_stride : args.column_stride, left, column + c, own);
     }
   });
 }
@@ -236,7 +270,11 @@ __device__ __forceinline__ void consume_split_k(const PointwiseGemmArgs& args, c
                                               const BlockWork& work, const Reduce& reduce, int rank) {
   Accumulators accum;
   PipelineState state;
-  mainloop(smem, state, work.steps, accum);
+  if constexpr (kUnaligned) {
+    unaligned_mainloop(args, smem, work, state, 0, accum);
+  } else {
+    mainloop(smem, state, work.steps, accum);
+  }
   // Not before the mainloop: initialised registers would make each wgmma wait for the one before.
   if (work.steps == 0) clear(accum);
   cluster_wait();
@@ -292,7 +330,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                                                 : kAllStagingBytes);
   const BlockWork work(args);
   const int warp = threadIdx.x / 32;
-  if (kShifted && warp >= kProducerA + kProducers / 32) {
+  if (kUnaligned && warp >= kProducerA) {
+    load_unaligned(args, smem, work);
+  } else if (kShifted && warp >= kProducerA + kProducers / 32) {
     align_planes(args, smem, work);
   } else if (kShifted && warp == kProducerB + 1) {
     // What is not shifted is loaded by one warp.
@@ -316,7 +356,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                         args.owned);
     if (threadIdx.x == 0) {
       if (kClusterSplit) reduce.prepare();
-      if (!REDUCE) prefetch_tensor_map(args.d_map);
+      if (!REDUCE && !kUnaligned) prefetch_tensor_map(args.d_map);
     }
     sync_block();
     launch_dependent_grids();
@@ -329,7 +369,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       const GridReduction reduction(args, work);
       Accumulators accum;
       PipelineState state;
-      mainloop(smem, state, work.steps, accum);
+      if constexpr (kUnaligned) {
+        unaligned_mainloop(args, smem, work, state, 0, accum);
+      } else {
+        mainloop(smem, state, work.steps, accum);
+      }
       reduce_in_grid(args, smem, work, reduction, word, accum);
     } else {
 #if !REDUCE

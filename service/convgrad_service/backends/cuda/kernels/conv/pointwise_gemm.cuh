@@ -35,6 +35,10 @@ struct PointwiseGemmArgs {
   // result's images in elements, and the result's pixels that are stored at once.
   int pixels, together, a_channel, b_channel, stored_pixels;
   i64 image_stride;
+  // UNALIGNED only, with `a_channel` and `b_channel` as the operands' pitches, `pixels` as the result's columns or those
+  // of an image, and `stored_pixels` as those that are stored at once, or 0 where its rows are stored as one run.
+  const void* a;
+  i64 a_image, b_image;  // strides between images
 };
 
 // One operand of a k-tile, in shared memory as boxes of rows of kRowBytes with a swizzle of that width.

@@ -19,6 +19,7 @@ from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_tiles import (
     ITEM_BYTES,
     ROW_BYTES,
     SLAB_ROWS,
+    UNALIGNED,
     Config,
     Matrix,
     Product,
@@ -55,7 +56,7 @@ NEEDS = Requirements(DTYPES, tf32=True, hopper=True)
 class PointwiseGemm:
     """fwd, bwd_data and bwd_weight of 1x1 kernels and stride 1 in 16 bits, the last also in TF32.
 
-    Channels last, or channels first in planes of whole chunks.
+    Channels last or channels first, in 16 bits also in rows that are no whole chunks.
     """
 
     name = "pointwise_gemm"
@@ -67,6 +68,7 @@ class PointwiseGemm:
         swapped: bool = False,
         most_s: float = math.inf,
         planes: bool = False,
+        unaligned: bool = False,
         dtypes: Sequence[DType] = DTYPES,
     ) -> None:
         """Create the family.
@@ -82,11 +84,15 @@ class PointwiseGemm:
             planes that do not start at multiples of 16 bytes.
         planes
             Whether it takes only channels first, in planes that start at multiples of 16 bytes.
+        unaligned
+            Whether it takes only rows that do not start at multiples of 16 bytes, of which it
+            takes none otherwise.
         dtypes
             Dtypes that it takes.
         """
         self._config, self._swapped, self._most_s = config, swapped, most_s
-        self._planes, self._needs = planes, replace(NEEDS, dtypes=tuple(dtypes))
+        self._planes, self._unaligned = planes, unaligned
+        self._needs = replace(NEEDS, dtypes=tuple(dtypes))
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
         if (reason := self._needs.why_not(work, device)) is not None:
@@ -101,9 +107,10 @@ class PointwiseGemm:
             # hopper_gather copies such weights to whole cache lines while the preceding launch
             # runs, which took 84 instead of 102 us with 728 channels. Not measured for this family.
             return "weight rows that are not whole cache lines, in a work that follows a launch"
-        products = products_of(work)
+        products = self._products(work)
         if not products:
-            return "rows without a single stride, or not of whole 16-byte chunks"
+            unfit = "of whole" if self._unaligned else "not of whole"
+            return f"rows without a single stride, or {unfit} 16-byte chunks"
         first = products[0]
         if self._planes and not (first.images or first.summed_images):
             return "channels last"
@@ -118,8 +125,12 @@ class PointwiseGemm:
             return f"expected to take {found[0] * 1e6:.1f} us"
         return None
 
+    def _products(self, work: ConvWork) -> tuple[Product, ...]:
+        """Return the GEMMs of the work that it takes."""
+        return products_of(work, unaligned=self._unaligned)
+
     def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
-        products = products_of(work)
+        products = self._products(work)
         if self._config is not None:
             product, config = products[self._swapped and len(products) > 1], self._config
             expected_s = None
@@ -138,11 +149,6 @@ class PointwiseGemm:
         a, b = _operands(work)
         if product.swapped:
             a, b = b, a
-        a_map = a, _map(work.dtype, product, config, product.a, config.m)
-        b_map = b, _map(work.dtype, product, config, product.b, config.n)
-        d_map = result, _result_map(work.dtype, product, config)
-        by_tma = not config.reduces and result.dtype is work.dtype
-        by_tma &= not (product.shifted and product.images)
         stages = config.stages(product, device)
         launch = Launch(
             _instance(work.dtype, config, product),
@@ -150,8 +156,8 @@ class PointwiseGemm:
             (config.threads(product), 1, 1),
             pack_maps(
                 _arguments(work, product, config, stages),
-                # Only TMA stores need a tensor map of the result, which not every result can have.
-                {"a_map": a_map, "b_map": b_map, "d_map": d_map if by_tma else a_map},
+                _maps(work, product, config, a, b),
+                a=a if product.unaligned else None,
                 b=b,
                 result=result,
                 accumulate=work.accumulate,
@@ -164,7 +170,9 @@ class PointwiseGemm:
             cluster=max(config.cluster, config.multicast),
         )
         return Fragment(
-            f"{self.name}_{work.direction}_{config}" + SWAPPED * product.swapped,
+            f"{self.name}_{work.direction}_{config}"
+            + SWAPPED * product.swapped
+            + UNALIGNED * product.unaligned,
             (launch,),
             workspace,
             expected_s=expected_s,
@@ -173,8 +181,11 @@ class PointwiseGemm:
         )
 
     def tuned(self, config: str, work: ConvWork, device: CudaDevice) -> PointwiseGemm | None:
-        found = Config.named(config.removesuffix(SWAPPED))
-        return None if found is None else PointwiseGemm(found, swapped=config.endswith(SWAPPED))
+        name, unaligned = config.removesuffix(UNALIGNED), config.endswith(UNALIGNED)
+        found = Config.named(name.removesuffix(SWAPPED))
+        if found is None:
+            return None
+        return PointwiseGemm(found, swapped=name.endswith(SWAPPED), unaligned=unaligned)
 
     def instances(self) -> Iterable[Instance]:
         # Whether A and B are MN-major: fwd, bwd_data and bwd_weight; then the former two transposed
@@ -194,6 +205,19 @@ class PointwiseGemm:
             for config in every_config(product.menu)
             for one in (config, *sharing(config, product))
         }
+        rows = [_like(a, b, transposed=False) for a, b in majors[:2]]
+        rows += [replace(_like(True, True, transposed=False), stores=False)]
+        rows += [replace(_like(b, True, transposed=True), images=1) for _, b in majors[:2]]
+        rows += [replace(weights, stores=False)]
+        for pitch in (CHUNK + 1, CHUNK + 2) if self._unaligned else ():
+            for one in rows:
+                a, b = (replace(side, pitch=pitch) for side in (one.a, one.b))
+                like = replace(one, a=a, b=b, unaligned=True)
+                found |= {
+                    _instance(dtype, one, like): None
+                    for dtype in IN_16_BITS
+                    for one in every_config(like.menu)
+                }
         tf32 = _like(True, True, transposed=False, item_bytes=4)
         return [*found, *(_instance(DType.FLOAT32, one, tf32) for one in every_config(tf32.menu))]
 
@@ -215,6 +239,7 @@ def _arguments(work: ConvWork, product: Product, config: Config, stages: int) ->
     args.plain, args.wide_result = work.epilogue_free, work.result_dtype is not work.dtype
     args.result_in_vectors = (
         product.column_stride == 1
+        and not product.unaligned
         and not product.row_stride % CHUNK
         and not product.columns % CHUNK
     )
@@ -229,6 +254,15 @@ def _arguments(work: ConvWork, product: Product, config: Config, stages: int) ->
     args.image_tiles = args.row_tiles // max(product.images, 1)
     if product.summed_images:
         args.image_tiles = config.image_steps(product)
+    if product.unaligned:
+        pixels = product.depth if product.summed_images else product.columns
+        args.pixels = pixels // max(product.images, product.summed_images, 1)
+        args.a_channel, args.b_channel = product.a.pitch, product.b.pitch
+        args.a_image, args.b_image = product.a.image, product.b.image
+        args.image_stride = product.image_stride
+        whole = product.row_stride == product.columns <= config.n and not product.images
+        strides = product.row_stride, product.image_stride
+        args.stored_pixels = 0 if whole else math.gcd(args.pixels, *strides, CHUNK)
     if product.shifted:
         args.pixels = (product.depth if product.summed_images else product.columns) // work.batch
         args.a_channel, args.b_channel = product.a.pitch, product.b.pitch
@@ -247,6 +281,21 @@ def _operands(work: ConvWork) -> tuple[Operand, Operand]:
     if work.direction == "fwd":
         return work.x, work.w
     return work.y, work.w if work.direction == "bwd_data" else work.x
+
+
+def _maps(
+    work: ConvWork, product: Product, config: Config, a: Operand, b: Operand
+) -> dict[str, tuple[Operand, TiledMap]]:
+    """Return the kernel's tensor maps, of which those that it does not use may be any."""
+    if product.unaligned:
+        return {}
+    a_map = a, _map(work.dtype, product, config, product.a, config.m)
+    b_map = b, _map(work.dtype, product, config, product.b, config.n)
+    # Only TMA stores need a tensor map of the result, which not every result can have.
+    by_tma = not config.reduces and work.result.dtype is work.dtype
+    by_tma &= not (product.shifted and product.images)
+    d_map = (work.result, _result_map(work.dtype, product, config)) if by_tma else a_map
+    return {"a_map": a_map, "b_map": b_map, "d_map": d_map}
 
 
 def _map(dtype: DType, product: Product, config: Config, matrix: Matrix, extent: int) -> TiledMap:

@@ -54,6 +54,15 @@ STORED: Tiles = {
         128: {64: (32, 40, 64)},
     },
 }
+# Of rows that are no whole chunks: those that shorten 363 products of networks' layers the most.
+STORED["gather_unaligned"] = STORED["gather_unaligned_forward"] = {
+    32: {128: (48, 96)},
+    48: {64: (64,), 128: (64,)},
+    64: {64: (32, 64), 128: (32, 64, 128)},
+}
+STORED["planes_transposed_unaligned"] = STORED["planes_transposed_unaligned_forward"] = {
+    64: {64: (64, 128), 128: (128,)},
+}
 # As STORED, and all of B stays in shared memory.
 RESIDENT: Tiles = {
     "gather": {
@@ -104,6 +113,11 @@ IN_GRID: Tiles = {
         32: {64: (64, 96, 128)},
         64: {64: (16, 32, 64)},
     },
+}
+IN_CLUSTER["gather_unaligned"] = IN_CLUSTER["gather_unaligned_forward"] = {64: {64: (32, 64)}}
+IN_CLUSTER["weight_unaligned"] = IN_CLUSTER["weight_planes_unaligned"] = {64: {64: (32, 64)}}
+IN_GRID["weight_unaligned"] = IN_GRID["weight_planes_unaligned"] = {
+    64: {64: (32, 64, 96), 128: (32, 64)},
 }
 # Tiles of STORED whose blocks can share an operand with those of their cluster, and the sizes of
 # such clusters.

@@ -32,7 +32,8 @@ struct GridReduction {
   // Opaque, so that the compiler does not divide where the quotients are used.
   __device__ __forceinline__ GridReduction(const PointwiseGemmArgs& args, const BlockWork& work) {
     const int warp = threadIdx.x / 32, slices = args.slices, each = (args.parts + slices - 1) / slices;
-    across = opaque_value(min((args.columns - work.column + 7) / 8, kFragmentsN));
+    const int columns = args.columns - work.column;
+    across = opaque_value(min(kMixesColumns ? (columns + 15) / 16 * 2 : (columns + 7) / 8, kFragmentsN));
     fragments = opaque_value(min((args.rows - work.row * BM + 15) / 16, BM / 16) * across);
     inverse = opaque_value((65535 + across) / across);
     groups = opaque_value(kWarps / slices);
@@ -78,11 +79,16 @@ __device__ __forceinline__ void reduce_slice(const float4* from, int groups, int
   for (int f = 0; f < kMost; ++f) room[f * apart] = sum[f];
 }
 
-// Finishes and stores eight consecutive columns of a row of the result.
+// Finishes and stores eight columns of a row of the result, consecutive ones or every other one.
 __device__ __forceinline__ void store_eight(const PointwiseGemmArgs& args, int row, int column,
                                             float (&sums)[8]) {
   const int left = args.columns - column;
   if (row >= args.rows || left <= 0) return;
+  if constexpr (kMixesColumns) {
+    const i64 at = row * args.row_stride + column * args.column_stride;
+    store_run<T, 8>(args, at, 2 * args.column_stride, (left + 1) / 2, column, sums);
+    return;
+  }
   const i64 to = row * args.row_stride + column * args.column_stride;
   if (args.plain && args.result_in_vectors && !args.wide_result && left >= 8) {
     const OutputPointer<T> result{static_cast<char*>(args.result), false};
@@ -173,7 +179,9 @@ __device__ __forceinline__ void reduce_in_grid(const PointwiseGemmArgs& args, co
           sums[e * 2] += row < 8 ? four.x : four.z, sums[e * 2 + 1] += row < 8 ? four.y : four.w;
         }
       }
-      store_eight(args, work.row * BM + down * 16 + row, work.column + (fragment - down * of.across) * 8, sums);
+      const int across = fragment - down * of.across;
+      store_eight(args, work.row * BM + down * 16 + (kMixesRows ? row % 8 * 2 + row / 8 : row),
+                  work.column + (kMixesColumns ? across / 2 * 16 + across % 2 : across * 8), sums);
     }
     if (f0 + met.blocks * of.count < of.fragments) named_barrier_sync(1, kConsumers);
   }

@@ -3,6 +3,7 @@
 
 #include "conv/pointwise_gemm.cuh"
 #include "conv/pointwise_gemm_shift.cuh"
+#include "conv/pointwise_gemm_unaligned.cuh"
 #include "core/result_run.cuh"
 #include "core/split_k_reduce.cuh"
 
@@ -31,12 +32,20 @@ using ShiftedA = ShiftedPlanes<T, kShiftsA ? BM : 64, kPixelBoxes, kPixelChunks>
 using ShiftedB = ShiftedPlanes<T, kShifted ? (kImages ? BN : DEPTH) : 64, kPixelBoxes, kPixelChunks>;
 // Pixels of an image in a k-tile (IMAGES).
 constexpr int kTilePixels = kShifted ? kPixelBoxes * kBoxPixels : DEPTH;
-// Warps that load an operand, of which two share what is shifted, and threads that align it.
-constexpr int kParts = kShifted ? 2 : 1, kProducers = kParts * 64, kAligners = kShifted ? 128 : 0;
+// Whether rows of A or B do not start at multiples of 16 bytes, and whether some are an odd number of elements.
+constexpr bool kUnaligned = UNALIGNED != 0, kStraddles = UNALIGNED == 2;
+using UnalignedA = UnalignedRows<T, A_MN != 0, kUnaligned ? (A_MN ? DEPTH : BM) : 8, kUnaligned ? (A_MN ? BM : DEPTH) : 16>;
+using UnalignedB = UnalignedRows<T, B_MN != 0, kUnaligned ? (B_MN ? DEPTH : BN) : 8, kUnaligned ? (B_MN ? BN : DEPTH) : 16>;
+static_assert(!kUnaligned || !(sizeof(T) != 2 || kShifted || RESIDENT || MULTICAST || PINGPONG || PLANES != TRANSPOSED),
+              "ways to load unaligned rows");
+// Warps that load an operand, of which two share what is shifted, and threads that align it, or load unaligned rows.
+constexpr int kParts = kShifted ? 2 : 1, kProducers = kUnaligned ? 0 : kParts * 64;
+constexpr int kAligners = kShifted || kUnaligned ? 128 : 0;
 constexpr int kConsumers = CONSUMERS * 128, kThreads = kConsumers + kProducers + kAligners;
 constexpr int kProducerA = CONSUMERS * 4, kProducerB = kProducerA + 1;
 // A stage: operands as wgmma reads them, then as they were copied where they are shifted.
-constexpr u32 kOperandBytes = OperandA::kBytes + (RESIDENT ? 0 : OperandB::kBytes);
+constexpr u32 kABytes = kUnaligned ? UnalignedA::kBytes : OperandA::kBytes;
+constexpr u32 kOperandBytes = kABytes + (RESIDENT ? 0 : kUnaligned ? UnalignedB::kBytes : OperandB::kBytes);
 constexpr u32 kShiftedABytes = kShiftsA ? ShiftedA::kBytes : 0;
 constexpr u32 kShiftedBytes = kShiftedABytes + (kShifted ? ShiftedB::kBytes : 0);
 constexpr u32 kStageBytes = kOperandBytes + kShiftedBytes;
@@ -67,6 +76,8 @@ constexpr bool kMulticast = MULTICAST != 0;
 static_assert(!kMulticast || !(kClusterSplit || RESIDENT), "operands that all blocks load");
 // Whether products are mma.sync's, of float32.
 constexpr bool kMmaSync = sizeof(T) == 4;
+// Whether each 16 columns (rows) of a tile are in the order of UnalignedProducts.
+constexpr bool kMixesColumns = kUnaligned && B_MN, kMixesRows = kUnaligned && A_MN;
 static_assert(!kMmaSync || (A_MN && B_MN && A_BYTES == 128 && REDUCE && !RESIDENT), "of float32");
 
 // Swizzle atoms of 128-byte rows start at multiples of 1,024.
@@ -81,7 +92,7 @@ struct SharedLayout {
   __device__ __forceinline__ char* pointer(u32 address) const { return base + (address - stage0); }
 
   __device__ __forceinline__ u32 a(int stage) const { return stage0 + stage * kStageBytes; }
-  __device__ __forceinline__ u32 b(int stage) const { return a(stage) + OperandA::kBytes; }
+  __device__ __forceinline__ u32 b(int stage) const { return a(stage) + kABytes; }
   __device__ __forceinline__ u32 full_barrier(int stage) const { return barriers + stage * 8; }
   __device__ __forceinline__ u32 empty_barrier(int stage) const { return barriers + (stages + stage) * 8; }
   __device__ __forceinline__ u32 reduce_barrier() const { return barriers + 2 * stages * 8; }
@@ -274,6 +285,48 @@ __device__ __forceinline__ void produce(const PointwiseGemmArgs& args, const Sha
     }
   }
   __syncwarp();
+  if (kClusterSplit) cluster_wait();
+}
+
+// The warps that load both operands of unaligned rows. The first thread initialises the pipeline's mbarriers.
+__device__ __forceinline__ void load_unaligned(const PointwiseGemmArgs& args, const SharedLayout& smem,
+                                               const BlockWork& work) {
+  const int thread = threadIdx.x - kConsumers;
+  if (thread == 0) {
+    for (int i = 0; i < smem.stages; ++i) {
+      mbarrier_init(smem.full_barrier(i), kAligners);
+      mbarrier_init(smem.empty_barrier(i), kTileWarps);
+    }
+    fence_mbarrier_init();
+  }
+  sync_block();
+  wait_on_dependent_grids();
+  PipelineState state{1};
+  const T* const a = static_cast<const T*>(args.a);
+  const T* const b = static_cast<const T*>(args.b);
+  const int rows = args.rows, columns = PLANES ? args.pixels : args.columns, depth = IMAGES ? args.pixels : args.depth;
+  const int image_tiles = kImages ? args.image_tiles : 1;
+  const ImageStep first(kImages ? work.begin : 0, image_tiles), each(kImages ? work.k_step : 0, image_tiles);
+#pragma unroll 1
+  for (int tile = work.row; tile < work.row_end(args); tile += work.row_step) {
+    const int image = PLANES ? tile / work.image_tiles : 0, in_image = tile - image * (PLANES ? work.image_tiles : 0);
+    const int m = PLANES ? work.column : tile * BM, n = PLANES ? in_image * BN : work.column;
+    ImageStep at = first;
+#pragma unroll 1
+    for (int step = 0; step < work.steps; ++step) {
+      const int k = (kImages ? at.k_tile : work.begin + step * work.k_step) * DEPTH;
+      const i64 of_a = kImages ? at.image * args.a_image : 0;
+      const i64 of_b = kImages ? at.image * args.b_image : PLANES ? image * args.b_image : 0;
+      mbarrier_wait(smem.empty_barrier(state.index), state.parity);
+      UnalignedA::load<kAligners>(smem.a(state.index), a, of_a, args.a_channel, A_MN ? k : m, A_MN ? depth : rows,
+                                  A_MN ? m : k, A_MN ? rows : depth, thread);
+      UnalignedB::load<kAligners>(smem.b(state.index), b, of_b, args.b_channel, B_MN ? k : n, B_MN ? depth : columns,
+                                  B_MN ? n : k, B_MN ? columns : depth, thread);
+      mbarrier_arrive_after_copies(smem.full_barrier(state.index));
+      at.add(each, image_tiles);
+      state.advance(smem.stages);
+    }
+  }
   if (kClusterSplit) cluster_wait();
 }
 

@@ -23,12 +23,17 @@ SIDE = 8
 """Channels whose planes together are whole chunks, whatever their pixels."""
 
 
-def products_of(work: ConvWork) -> tuple[Product, ...]:
-    """Return the GEMMs that compute the work: none, one, or two, with A and B exchanged.
+def products_of(work: ConvWork, *, unaligned: bool = False) -> tuple[Product, ...]:
+    """Return the GEMMs that compute the work from rows of whole chunks, or (``unaligned``) others.
 
-    There is none if rows are not whole chunks. In float32 there are only those of weight gradients,
-    channels last.
+    There are none, one, or two, with A and B exchanged. In float32 there are only those of weight
+    gradients, channels last, of whole chunks.
     """
+    return tuple(one for one in _every_product(work) if one.unaligned == unaligned)
+
+
+def _every_product(work: ConvWork) -> tuple[Product, ...]:
+    """Return both; of rows that are no whole chunks, none with a bias of columns that are mixed."""
     x, y = _pitch(work.x, work.batch, work.input), _pitch(work.y, work.batch, work.output)
     _, k, c, *_ = work.w.strides
     inputs, outputs, pixels = work.in_channels, work.out_channels, work.pixels
@@ -46,22 +51,30 @@ def products_of(work: ConvWork) -> tuple[Product, ...]:
     if x is None or y is None:
         return ()
     if work.direction == "bwd_weight":
-        if max(x * item_bytes % CHUNK_BYTES, y * item_bytes % CHUNK_BYTES):
+        whole = max(x * item_bytes % CHUNK_BYTES, y * item_bytes % CHUNK_BYTES) == 0
+        if not whole and item_bytes > ITEM_BYTES:
             return ()
         row = Matrix(outputs, y, mn=True, item_bytes=item_bytes)
         column = Matrix(inputs, x, mn=True, item_bytes=item_bytes)
         stores = item_bytes == ITEM_BYTES and _stores(work, k)
+        if not whole:
+            product = Product(row, column, pixels, k, 1, stores=False, unaligned=True)
+            other = replace(product, a=column, b=row, row_stride=1, column_stride=k, swapped=True)
+            return product, other
         return (
             Product(row, column, pixels, k, 1, stores),
             Product(column, row, pixels, 1, k, stores=False, swapped=True),
         )
     backward = work.direction == "bwd_data"
     read, written, depth = (y, x, outputs) if backward else (x, y, inputs)
-    if read % CHUNK or k % CHUNK:
-        return ()
     a = Matrix(pixels, read, mn=False)
     b = Matrix(inputs if backward else outputs, k, mn=backward)
+    if read % CHUNK or k % CHUNK:
+        possible = _stores(work, 0) and not (backward and work.bias is not None)
+        return (Product(a, b, depth, written, 1, True, unaligned=True),) * possible
     product = Product(a, b, depth, written, 1, _stores(work, written))
+    if _stores(work, 0) and not product.stores and not backward:
+        return product, replace(product, stores=True, unaligned=True)
     if not (product.stores and work.epilogue_free):
         return (product,)
     return product, Product(b, a, depth, 1, written, stores=True, swapped=True)
@@ -74,8 +87,8 @@ def _planes(work: ConvWork) -> tuple[Product, ...]:
         flat = flat_planes(work, together)
         if flat is not None:
             break
-    else:
-        return ()
+    if flat is None or (k % CHUNK and work.direction != "bwd_weight"):
+        return _unaligned_planes(work)
     shifted = together > 1
     if work.direction == "bwd_weight":
         row, column = (
@@ -87,8 +100,8 @@ def _planes(work: ConvWork) -> tuple[Product, ...]:
         product = replace(product, together=together * shifted)
         other = replace(product, a=column, b=row, row_stride=1, column_stride=k)
         return product, replace(other, stores=False, swapped=True)
-    if k % CHUNK or (shifted and (work.direction == "fwd" or not work.epilogue_free)):
-        return ()
+    if shifted and (work.direction == "fwd" or not work.epilogue_free):
+        return _unaligned_planes(work)
     source, result = flat.sides
     depth, columns = work.channels
     channel = result.strides[2]
@@ -102,6 +115,37 @@ def _planes(work: ConvWork) -> tuple[Product, ...]:
         return (product,)
     other = replace(product, a=b, b=a, row_stride=channel, column_stride=1, swapped=True)
     return (replace(other, together=together),)
+
+
+def _unaligned_planes(work: ConvWork) -> tuple[Product, ...]:
+    """Return the GEMMs of channels first where planes or rows of weights are no whole chunks."""
+    k, pixels = work.w.strides[1], work.pixels
+    if any(_pitch(_rows_of(one), 1, work.output) != 1 for one in (work.x, work.y)):
+        return ()
+    if work.direction == "bwd_weight":
+        row, column = (
+            Matrix(channels, one.strides[2], mn=False, image=_image_stride(one, work))
+            for one, channels in ((work.y, work.out_channels), (work.x, work.in_channels))
+        )
+        product = Product(row, column, pixels, k, 1, stores=False, summed_images=work.batch)
+        product = replace(product, unaligned=True)
+        return product, replace(
+            product, a=column, b=row, row_stride=1, column_stride=k, swapped=True
+        )
+    if not (work.epilogue_free and _stores(work, 0)):
+        return ()
+    source, result = work.sides
+    depth, rows = work.channels
+    a = Matrix(rows, k, mn=work.direction == "bwd_data")
+    b = Matrix(pixels, source.strides[2], mn=True, image=_image_stride(source, work))
+    image = _image_stride(result, work)
+    product = Product(a, b, depth, result.strides[2], 1, True, swapped=True, images=work.batch)
+    return (replace(product, image_stride=image, unaligned=True),)
+
+
+def _rows_of(planes: Operand) -> Operand:
+    """Return it with pixels as what `_pitch` takes for channels' neighbours."""
+    return replace(planes, strides=(0, 0, 1, *planes.strides[3:]))
 
 
 def _image_stride(planes: Operand, work: ConvWork) -> int:

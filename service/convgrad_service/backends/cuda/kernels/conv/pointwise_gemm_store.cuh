@@ -2,6 +2,7 @@
 #pragma once
 
 #include "conv/pointwise_gemm_load.cuh"
+#include "ptx/shared_element.cuh"
 
 #if !REDUCE
 namespace {
@@ -51,15 +52,68 @@ __device__ __forceinline__ void store_runs(const PointwiseGemmArgs& args, u32 st
   }
 }
 
+// Rounds 16 rows of a warp, one after another, to a free staging buffer and stores them as one run: of results whose
+// rows are contiguous, in a single column of tiles (UNALIGNED).
+__device__ __forceinline__ void store_whole_rows(const PointwiseGemmArgs& args, u32 staging, int row,
+                                                 const float (&all)[kFragmentsN][4]) {
+  const int lane = threadIdx.x & 31, g = lane / 4, t = lane % 4, columns = args.columns;
+  const auto put = [&](int in_row, int column, float first, float second) {
+    const u32 to = staging + (in_row * columns + column) * static_cast<u32>(sizeof(T));
+    if (columns % 2 == 0) {
+      if (column < columns) st_shared_u32(to, narrow_x2<T>(first, second));
+    } else {
+      if (column < columns) store_element(to, narrow<T>(first));
+      if (column + 1 < columns) store_element(to + static_cast<u32>(sizeof(T)), narrow<T>(second));
+    }
+  };
+#pragma unroll
+  for (int j = 0; j + 1 < kFragmentsN; j += 2) {
+    const float(&one)[4] = all[j], (&two)[4] = all[j + 1];
+#pragma unroll
+    for (int e = 0; e < 4; e += 2) {
+      if constexpr (kMixesColumns) {
+        put(g + e * 4, j * 8 + t * 4, one[e], two[e]);
+        put(g + e * 4, j * 8 + t * 4 + 2, one[e + 1], two[e + 1]);
+      } else {
+        put(g + e * 4, j * 8 + t * 2, one[e], one[e + 1]);
+        put(g + e * 4, j * 8 + t * 2 + 8, two[e], two[e + 1]);
+      }
+    }
+  }
+  __syncwarp();
+  T* const to = static_cast<T*>(args.result) + static_cast<i64>(row) * columns;
+  const int count = min(16, args.rows - row) * columns;
+#pragma unroll 4
+  for (int i = lane * 8; i < count; i += 256) {
+    uint4 raw;
+    ld_shared(staging + i * static_cast<u32>(sizeof(T)), raw);
+    store_if(i + 8 <= count, to + i, raw);
+  }
+  for (int i = (count & ~7) + lane; i < count; i += 32) {
+    to[i] = element_at<T>(staging + i * static_cast<u32>(sizeof(T)));
+  }
+}
+
 // Rounds 16 rows of a warp to a free staging buffer and stores them by TMA: kStoredColumns of them from fragment
 // `from` on, which are those of the result from `column` on.
 __device__ __forceinline__ void store_rows(const PointwiseGemmArgs& args, u32 staging, int row,
                                            int column, int image, const float (&all)[kFragmentsN][4], int from) {
+  if (kUnaligned && args.stored_pixels == 0) return store_whole_rows(args, staging, row, all);
   const int lane = threadIdx.x & 31;
   constexpr int kCount = kStoredColumns / 8;
 #pragma unroll
   for (int j = 0; j + 1 < kCount; j += 2) {
     const float(&one)[4] = all[from + j], (&two)[4] = all[from + j + 1];
+    if constexpr (kMixesColumns) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int in_row = kMixesRows ? lane / 4 * 2 + half : lane / 4 + half * 8;
+        const u32 to = staging_address(staging, in_row, j + lane % 4 / 2) + lane % 2 * 8;
+        st_shared_u32(to, narrow_x2<T>(one[half * 2], two[half * 2]));
+        st_shared_u32(to + 4, narrow_x2<T>(one[half * 2 + 1], two[half * 2 + 1]));
+      }
+      continue;
+    }
     const u32 words[4] = {narrow_x2<T>(one[0], one[1]), narrow_x2<T>(one[2], one[3]),
                           narrow_x2<T>(two[0], two[1]), narrow_x2<T>(two[2], two[3])};
     stmatrix(staging_address(staging, lane % 16, j + lane / 16), words);
@@ -71,7 +125,7 @@ __device__ __forceinline__ void store_rows(const PointwiseGemmArgs& args, u32 st
     st_shared_u32(staging_address(staging, lane / 4, j) + at, narrow_x2<T>(one[0], one[1]));
     st_shared_u32(staging_address(staging, lane / 4 + 8, j) + at, narrow_x2<T>(one[2], one[3]));
   }
-  if constexpr (kShifted && kPlanes) {
+  if constexpr (kUnaligned || (kShifted && kPlanes)) {
     __syncwarp();
     T* const to = static_cast<T*>(args.result) + image * args.image_stride + row * args.row_stride + column;
     if (args.stored_pixels == 8) {

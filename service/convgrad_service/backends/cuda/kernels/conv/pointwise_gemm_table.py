@@ -18,14 +18,19 @@ from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_configs import (
 )
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_rates import (
     GATHER,
+    GATHER_UNALIGNED,
+    PLANES_UNALIGNED,
     WGRAD,
     WGRAD_TF32,
+    WGRAD_UNALIGNED,
 )
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_tiles import (
+    CHUNK_BYTES,
     CLUSTERS,
     ITEM_BYTES,
     MOST_GRID_PARTS,
     SHIFTED,
+    UNALIGNED,
     Config,
     Matrix,
     Product,
@@ -43,8 +48,14 @@ WEIGHT_KINDS = {
     TF32: True,
     "weight_planes": False,
     f"weight_planes{SHIFTED}": False,
+    f"weight{UNALIGNED}": True,
+    f"weight_planes{UNALIGNED}": False,
 }
-TRANSPOSED_KINDS = ("transposed", f"planes_transposed{SHIFTED}")
+TRANSPOSED_KINDS = (
+    "transposed",
+    f"planes_transposed{SHIFTED}",
+    f"planes_transposed{UNALIGNED}",
+)
 MULTIPROCESSORS = 132
 MOST_RESIDENT_BYTES, MOST_COLUMN_TILES = 100_000, 4
 LEAST_STAGES, LEAST_DEEP_STAGES, MANY_STAGES = 3, 4, 4
@@ -56,6 +67,8 @@ MOST_SPARE, LEAST_TALL, LEAST_TRANSPOSED = 1.4, 60, 40
 # How much slower than expected transposed tiles may be: their correction is fitted to fewer layers
 # and errs more. Without it, more of the layers that were held out would be slower than before.
 DOUBT = 1.05
+# Microseconds per thousand results that are stored element by element, of 37 forward passes.
+ELEMENTS = 0.012
 # A tensor-core clock in microseconds, and the fewest clocks of a wgmma.
 CLOCK, LEAST_CLOCKS = 1 / 1755, 16
 # Tensor-core clocks of TF32 by mma.sync over those of as many products by wgmma in 16 bits; bytes
@@ -74,7 +87,11 @@ class Table:
         wgrad, transposed = kind in WEIGHT_KINDS, kind in TRANSPOSED_KINDS
         tf32 = kind == TF32
         self._device, self._wgrad, self._transposed = device, wgrad, transposed
+        self._unaligned = unaligned = kind.endswith(UNALIGNED)
         self._rates = rates = WGRAD_TF32 if tf32 else WGRAD if wgrad else GATHER
+        if unaligned:
+            planes = PLANES_UNALIGNED if transposed else GATHER_UNALIGNED
+            self._rates = rates = WGRAD_UNALIGNED if wgrad else planes
         images: dict[str, int] = {}
         if "planes" in kind:
             images = {"summed_images" if wgrad else "images": 1}
@@ -82,7 +99,16 @@ class Table:
         a, b = (Matrix(1, 1, mn, item_bytes=item_bytes) for mn in (a_mn, b_mn))
         shifted = kind.endswith(SHIFTED)
         like = Product(
-            a, b, 1, 1, 1, stores=not tf32, swapped=transposed, together=8 * shifted, **images
+            a,
+            b,
+            1,
+            1,
+            1,
+            stores=not tf32,
+            swapped=transposed,
+            together=8 * shifted,
+            unaligned=unaligned,
+            **images,
         )
         # Each configuration is repeated for the numbers of parts that `times` tries.
         kinds = 3 if wgrad else 1
@@ -145,14 +171,16 @@ class Table:
             loads = column(lambda one: one.consumers * 4 * (16 * one.parts_of_m + one.n))
             loads = (loads * 4 * self.depth + self.stage) / LINE_BYTES
             clocks = np.maximum(clocks * TF32_CLOCKS, loads)
+        if unaligned:
+            # Words that the warps load from shared memory.
+            loads = column(lambda one: one.consumers * 4 * (4 * one.parts_of_m + one.n // 4))
+            clocks = np.maximum(clocks, loads * self.depth / 16)
         lines = column(
             lambda one: one.lines(like.a, one.m) + (0 if one.resident else one.lines(like.b, one.n))
         )
         self.products = rates.products * clocks * CLOCK + rates.issue
-        self.alone = np.maximum.reduce(
-            [self.stage / 1e6 / rates.bandwidth, lines / 1e3 * rates.line, self.products]
-        )
-        self.alone = np.maximum(self.alone, rates.step)
+        self.copies = np.maximum(self.stage / 1e6 / rates.bandwidth, lines / 1e3 * rates.line)
+        self.copies = np.maximum(self.copies, rates.step)
         self.tile = rates.tile + rates.tile_size * results * ITEM_BYTES / 1e3
         blocks = np.maximum(self.cluster, 1)
         threads = column(lambda one: one.consumers * 128)
@@ -198,7 +226,7 @@ class Table:
             allowed &= (m < TALL_ROWS) | (tiles >= LEAST_TALL)
         if self._wgrad:
             allowed &= (m == LEAST_ROWS) | (product.rows > LEAST_ROWS)
-        elif product.images:
+        elif product.images or product.unaligned:
             pass
         elif product.depth <= USUAL:
             allowed &= depth == next((d for d in SHALLOW if d >= product.depth), USUAL)
@@ -215,6 +243,8 @@ class Table:
         # SMs. Clusters of 3 and 6 were not measured with several parts.
         kind = self.kind
         parts = np.where(kind == 1, 1, together // (tiles * np.maximum(kind - 1, 1)))
+        if self._unaligned:
+            parts = np.where(in_grid, np.minimum(parts, steps), parts)
         joined = (cluster * parts <= steps) & ((kind == 1) | (parts > 1))
         joined &= (tiles <= together) | ((cluster == 1) & (not product.stores))
         joined &= rows <= MAX_GRID_YZ
@@ -236,10 +266,12 @@ class Table:
         active = np.where(split, np.minimum(clusters, together) * cluster, grid * kept)
         active = np.where(in_grid, clusters, active)
         shared = self.read / 1e6 * active / rates.l2 * MULTIPROCESSORS / many
-        step = np.maximum(self.alone, shared) + rates.few_stages * (stages < MANY_STAGES)
+        products = self.products * (rates.straddle if product.straddles else 1.0)
+        step = np.maximum.reduce([self.copies, products, shared])
+        step += rates.few_stages * (stages < MANY_STAGES)
         tile = self.tile
         busy = each * each_steps * step
-        turn = each * (each_steps * self.products + tile)
+        turn = each * (each_steps * products + tile)
         busy = np.where(split | in_grid, busy, np.maximum(busy, turn))
         memory = product.bytes / 1e6 / rates.memory
         beside = np.where(in_grid, rates.grid_beside, rates.beside)
@@ -248,6 +280,10 @@ class Table:
         total += np.where(resident, copied, 0) + each * self.join
         total += np.where(split, rates.start_split, rates.start)
         total += np.where(parts > 1, self.met + self.left * parts, 0)
+        if not (self._wgrad or product.unaligned) and product.column_stride == 1:
+            # Rows of the result that are no whole chunks are stored element by element.
+            whole = product.row_stride * ITEM_BYTES % CHUNK_BYTES == 0
+            total += 0 if whole else ELEMENTS * product.rows * product.columns / 1e3
         if self._transposed:
             total *= DOUBT
         return np.where(allowed, total, np.inf), parts

@@ -6,12 +6,20 @@ import re
 from dataclasses import dataclass
 
 from convgrad.dtypes import DType
+from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_matrices import (
+    BARRIER_BYTES,
+    ITEM_BYTES,
+    SHIFTED,
+    UNALIGNED,
+    Matrix,
+    Product,
+)
 from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import ceil_div
 
 __all__ = ["BOX_PIXELS", "CHUNK_BYTES", "CLUSTERS", "ITEM_BYTES", "MOST_GRID_PARTS", "ROW_BYTES"]
-__all__ += ["SHIFTED", "SLAB_ROWS", "Config", "Matrix", "Product"]
+__all__ += ["SHIFTED", "SLAB_ROWS", "UNALIGNED", "Config", "Matrix", "Product"]
 
 ROW_BYTES = (32, 64, 128)
 """Row lengths in shared memory, which are also the swizzle widths."""
@@ -19,139 +27,21 @@ CLUSTERS = {1: 132, 2: 66, 3: 39, 4: 30, 6: 17, 8: 15}
 """Concurrent clusters of an H200 by cluster size, with one block per SM."""
 NAME = re.compile(r"(\d+)x(\d+)(?:d(\d+))?(r?)(?:m(\d))?(a?)(?:_k(\d+))?(?:/(\d+))?")
 """A configuration's name."""
-ITEM_BYTES = 2
 WARPGROUP, PRODUCERS = 128, 64
 MOST_STAGES = 12
-PATTERN_BYTES, BARRIER_BYTES, SLAB_ROWS, FRAGMENT_BYTES = 1024, 8, 16, 512
+PATTERN_BYTES, SLAB_ROWS, FRAGMENT_BYTES = 1024, 16, 512
 CHUNK_BYTES = 16
 # Fragments that a warp reduces at a time, and the most parts (pointwise_gemm_grid_reduce.cuh).
 GRID_FRAGMENTS, MOST_GRID_PARTS = 4, 255
 # The most results of a tile for which a block has a second store buffer.
 BUFFERED = 64 * 128
-# The suffix of the kind of a product of planes that do not start at multiples of 16 bytes, and
-# threads that align them or copy them besides the usual ones.
-SHIFTED, ALIGNERS = "_shifted", 192
+# Threads besides the usual ones that copy or align planes that do not start at multiples of 16
+# bytes, and that load rows which are no whole chunks.
+ALIGNERS, LOADERS = 192, 64
 BOX_PIXELS = 56
 """Pixels of such a plane in a box (pointwise_gemm_shift.cuh)."""
 # Rows of a warpgroup's product, and columns of a slice of it that it stores.
 WARPGROUP_ROWS, SLICE_COLUMNS = 64, 64
-
-
-@dataclass(frozen=True, slots=True)
-class Matrix:
-    """An operand of a GEMM.
-
-    Attributes
-    ----------
-    rows
-        Its extent along M or N.
-    pitch
-        The leading dimension, in elements.
-    mn
-        Whether it is MN-major; otherwise it is K-major.
-    image
-        The stride between images, in elements, if the rows are pixels of several.
-    item_bytes
-        Bytes of an element: 4 of TF32, whose operands are MN-major.
-    """
-
-    rows: int
-    pitch: int
-    mn: bool
-    image: int = 0
-    item_bytes: int = ITEM_BYTES
-
-
-@dataclass(frozen=True, slots=True)
-class Product:
-    """The GEMM result[rows, columns] = a[rows, depth] * b[columns, depth].
-
-    Attributes
-    ----------
-    row_stride, column_stride
-        Strides of the result.
-    stores
-        Whether persistent blocks can store the result: by TMA, if it has the operands' dtype and
-        16-byte chunks, and its epilogue is at most a scale and a bias; or as planes of float32.
-    swapped
-        Whether A and B are exchanged: the rows are channels of the result, or input channels for
-        wgrad.
-    images
-        Of planes, the number of images that the rows (swapped: columns) are divided into; otherwise
-        0.
-    image_stride
-        Of planes, the stride between images of the result.
-    summed_images
-        Of a weight gradient of planes, the number of images that ``depth`` is divided into.
-    together
-        Of planes that do not start at multiples of 16 bytes, the channels that together do;
-        otherwise 0.
-    """
-
-    a: Matrix
-    b: Matrix
-    depth: int
-    row_stride: int
-    column_stride: int
-    stores: bool
-    swapped: bool = False
-    images: int = 0
-    image_stride: int = 0
-    summed_images: int = 0
-    together: int = 0
-
-    @property
-    def rows(self) -> int:
-        return self.a.rows
-
-    @property
-    def columns(self) -> int:
-        return self.b.rows
-
-    @property
-    def shifted(self) -> bool:
-        """Whether planes do not start at multiples of 16 bytes."""
-        return self.together > 0
-
-    @property
-    def transposed(self) -> bool:
-        """Whether the result's columns are contiguous, and stored by TMA."""
-        return self.stores and self.swapped
-
-    @property
-    def shares(self) -> bool:
-        """Whether `sharing` was measured: gradients of the input, channels last."""
-        return self.stores and not self.images and self.a.mn != self.b.mn
-
-    @property
-    def kind(self) -> str:
-        """The name of its cost model's correction."""
-        if self.images:
-            found = "planes_transposed" if self.transposed else "planes"
-            return found + SHIFTED * self.shifted
-        if self.summed_images:
-            return "weight_planes" + SHIFTED * self.shifted
-        if not self.a.mn or self.transposed:
-            return "transposed" if self.transposed else "gather"
-        return "weight" if self.a.item_bytes == ITEM_BYTES else "weight_tf32"
-
-    @property
-    def menu(self) -> str:
-        """The name of its configurations: its kind, and whether it is forward."""
-        weight = self.a if self.transposed else self.b
-        backward = weight.mn or self.summed_images
-        return self.kind if backward else f"{self.kind}_forward"
-
-    @property
-    def barrier_bytes(self) -> int:
-        """Bytes of a pipeline stage's mbarriers."""
-        return (4 if self.shifted else 2) * BARRIER_BYTES
-
-    @property
-    def bytes(self) -> int:
-        """Bytes that must be read and written."""
-        elements = (self.rows + self.columns) * self.depth + self.rows * self.columns
-        return elements * self.a.item_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +98,8 @@ class Config:
         return 2 if self.alternate else {64: 1, 192: 3}.get(self.m, 2)
 
     def threads(self, product: Product) -> int:
-        return self.consumers * WARPGROUP + PRODUCERS + ALIGNERS * product.shifted
+        more = ALIGNERS * product.shifted + LOADERS * product.unaligned
+        return self.consumers * WARPGROUP + PRODUCERS + more
 
     @property
     def in_grid(self) -> bool:
@@ -338,7 +229,15 @@ class Config:
             return (self.m + self.n) * self.depth * ITEM_BYTES
         return self.depth * self.n // BOX_PIXELS * ROW_BYTES[-1]
 
+    def unaligned_bytes(self, matrix: Matrix, extent: int) -> int:
+        """Return the bytes per stage of an operand whose rows are no whole chunks."""
+        rows, wide = (self.depth, extent) if matrix.mn else (extent, self.depth)
+        return rows * (wide * ITEM_BYTES + CHUNK_BYTES)
+
     def stage_bytes(self, product: Product) -> int:
+        if product.unaligned:
+            a = self.unaligned_bytes(product.a, self.m)
+            return a + self.unaligned_bytes(product.b, self.n)
         a = self.side_bytes(product.a, self.m)
         operands = a if self.resident else a + self.side_bytes(product.b, self.n)
         return operands + (self.copied_bytes(product) if product.shifted else 0)
@@ -372,8 +271,8 @@ class Config:
             "ELEMENT": CUDA_TYPES[dtype],
             "A_MN": int(product.a.mn),
             "B_MN": int(product.b.mn),
-            "A_BYTES": self.row_bytes(product.a, self.m),
-            "B_BYTES": self.row_bytes(product.b, self.n),
+            "A_BYTES": ROW_BYTES[0] if product.unaligned else self.row_bytes(product.a, self.m),
+            "B_BYTES": ROW_BYTES[0] if product.unaligned else self.row_bytes(product.b, self.n),
             "BM": self.m,
             "BN": self.n,
             "CONSUMERS": self.consumers,
@@ -388,5 +287,6 @@ class Config:
             "PLANES": int(product.images > 0),
             "IMAGES": int(product.summed_images > 0),
             "SHIFTED": int(product.shifted),
+            "UNALIGNED": (1 + product.straddles) * product.unaligned,
             "D_BYTES": self.d_bytes,
         }

@@ -33,6 +33,10 @@ __device__ __forceinline__ void fence_mbarrier_init() {
 __device__ __forceinline__ void mbarrier_arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
+// Arrives once all copies by cp.async that this thread has started are complete.
+__device__ __forceinline__ void mbarrier_arrive_after_copies(u32 barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
 // Arrives and adds `bytes` to the transaction bytes that the current phase expects.
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(u32 barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)

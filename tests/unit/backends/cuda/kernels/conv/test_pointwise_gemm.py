@@ -11,6 +11,7 @@ from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm import Pointwise
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_model import chosen, timed
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_products import products_of
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_tiles import CLUSTERS, Config
+from convgrad_service.backends.cuda.tuning.candidates import candidates
 from convgrad_service.plans.cuda.device import H200, CudaDevice
 from convgrad_service.plans.cuda.program import Launch, ceil_div
 from convgrad_service.plans.cuda.works import ConvWork, Direction
@@ -18,6 +19,7 @@ from tests.support.kernels.conv_work import ADA, pointwise, work_of
 
 FAMILY, COUNTERS = PointwiseGemm(), 2**14
 INSTANCES = frozenset(FAMILY.instances())
+UNALIGNED_INSTANCES = frozenset(PointwiseGemm(unaligned=True).instances())
 HALF = replace(H200, multiprocessors=66)
 LAYERS = (
     (1, (320, 1280), 7),
@@ -133,9 +135,39 @@ def test_what_it_leaves_to_others(
     assert said in (FAMILY.why_not(work, device) or "")
 
 
-def test_channels_that_are_no_whole_chunks() -> None:
-    assert products_of(pointwise(1, (36, 64), 7)) == ()
-    assert products_of(pointwise(1, (64, 36), 7, "bwd_data")) == ()
+@pytest.mark.parametrize("layout", ["NHWC", "NCHW"])
+@pytest.mark.parametrize("channels", [(36, 64), (64, 36), (27, 162), (38, 1044)])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_channels_that_are_no_whole_chunks(
+    direction: Direction, channels: tuple[int, int], layout: str
+) -> None:
+    work = work_of(direction, batch=5, channels=channels, size=7, kernel=1, pad=0, layout=layout)
+    product = products_of(work, unaligned=True)[0]
+    assert product.straddles == bool(layout == "NCHW" or channels[0] % 2)
+    assert PointwiseGemm(unaligned=True).why_not(work, H200) is None
+    (step,) = PointwiseGemm(unaligned=True).launches(work, H200).steps
+    assert isinstance(step, Launch)
+    assert step.instance in UNALIGNED_INSTANCES
+    for _, config in timed(product, H200, COUNTERS):
+        stages = config.stages(product, H200)
+        assert config.shared_bytes(product, stages) <= H200.shared_bytes_per_block
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_configurations_of_such_channels_can_be_tuned(direction: Direction) -> None:
+    work = work_of(direction, batch=5, channels=(27, 162), size=28, kernel=1, pad=0)
+    found = next(iter(candidates(work, H200)))
+    assert {one.family.name for one in found} == {FAMILY.name}
+    for one in found:
+        tuned = FAMILY.tuned(one.config, work, H200)
+        assert tuned is not None
+        assert tuned.launches(work, H200).kernel == f"{FAMILY.name}_{direction}_{one.config}"
+
+
+def test_rows_of_whole_chunks_are_not_unaligned() -> None:
+    work = pointwise(4, (64, 256), 7)
+    assert "of whole" in (PointwiseGemm(unaligned=True).why_not(work, H200) or "")
+    assert not products_of(work, unaligned=True)
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -158,6 +190,7 @@ def test_planes(size: int, batch: int, direction: Direction) -> None:
     products = products_of(work)
     if size == 7 and direction == "fwd":
         assert not products
+        assert products_of(work, unaligned=True)
         return
     for product in products:
         assert product.shifted == (size == 7)
@@ -183,6 +216,7 @@ def test_planes(size: int, batch: int, direction: Direction) -> None:
 def test_planes_that_no_eight_channels_align(direction: Direction) -> None:
     work = work_of(direction, batch=2, channels=(68, 64), size=7, kernel=1, pad=0, layout="NCHW")
     assert products_of(work) == ()
+    assert products_of(work, unaligned=True)
 
 
 def test_long_work_may_be_left_to_others() -> None:
