@@ -110,15 +110,7 @@ __device__ __forceinline__ void route_tile(const ChunkArgs& args, int rest, u32 
     Vector<T, kChunk> y;
 #pragma unroll
     for (int e = 0; e < kChunk; ++e) y.at[e] = narrow<T>(sums[e]);
-    T* const to = static_cast<T*>(args.y) + first;
-    if (first + kChunk <= args.elements) {
-      y.store(to);
-      continue;
-    }
-#pragma unroll
-    for (int e = 0; e < kChunk; ++e) {
-      if (first + e < args.elements) to[e] = y.at[e];
-    }
+    store_chunk(args, first, y);
   }
 }
 

@@ -113,15 +113,7 @@ __device__ __forceinline__ void average_tile(const ChunkArgs& args, int rest, u3
     Vector<T, kChunk> y;
     average<kRest>(args, copy + (args.halo + at) * static_cast<int>(sizeof(T)), place,
                    __ballot_sync(~0u, edge) != 0, y.at);
-    T* const to = static_cast<T*>(args.y) + first;
-    if (first + kChunk <= args.elements) {
-      y.store(to);
-      continue;
-    }
-#pragma unroll
-    for (int e = 0; e < kChunk; ++e) {
-      if (first + e < args.elements) to[e] = y.at[e];
-    }
+    store_chunk(args, first, y);
   }
 }
 
