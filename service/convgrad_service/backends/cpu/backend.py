@@ -95,7 +95,9 @@ class CpuBackend(OnHost):
         if workers.threads > 1:
             workers.wake(sum([array.nbytes for array in tensors.values()]) // HELPED_BYTES)
         try:
-            recording = self._recordings.of(self._machine, runner, problem, tensors, out)
+            recording = None
+            if cancelled is None:  # a replay cannot be cancelled
+                recording = self._recordings.of(self._machine, runner, problem, tensors, out)
             if recording is not None:
                 ran = recording.run(machine, tensors)
             else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from random import Random
 from typing import Any
 
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 
 from convgrad.contract import OPERATIONS, validate
 from convgrad_service.backends.cpu import CpuBackend, replay
+from convgrad_service.backends.cpu import backend as backend_module
 from convgrad_service.problems import Problem, problem_from
 from tests.support.kernels.harness import problem_and_tensors, with_layouts
 from tests.support.numerics.arrays import DTYPES, draw, normals, rng_for
@@ -130,6 +132,16 @@ def test_indices_are_checked_every_time() -> None:
     wrong = np.array([[[[0, 2], [8, 99]]]], np.int64)
     with pytest.raises(Exception, match="99"):
         backend.run(problem, {"grad_output": grad, "indices": wrong})
+    backend.close()
+
+
+def test_what_is_watched_for_cancellation_is_not_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend_module, "WATCHED_FLOPS", 1)
+    backend = CpuBackend(1)
+    problem, tensors = _conv()
+    for _ in range(3):
+        backend.run(problem, tensors, threading.Event())
+    assert _recording(backend) == []
     backend.close()
 
 

@@ -59,7 +59,8 @@ class FirstWeight(Solver[ConvWork, Cut]):
     name = "first_weight"
 
     def solve(self, work: ConvWork, device: CudaDevice) -> Cut | str:
-        """See `Family.why_not`. Splitting along N or H does not change the answer."""
+        """See `Family.why_not`. Splitting along N or H changes the answer where float32 sums become
+        short."""
         if (reason := NEEDS.why_not(work, device)) is not None:
             return reason
         if work.in_channels > MOST_CHANNELS:
