@@ -143,7 +143,6 @@ def _end_of_string(message: bytes, at: int, tag: int) -> int | None:
 class InferTransport:
     """See `Transport`. With ``in_stream`` the response is a message of a stream."""
 
-    streams = False
     body_lease: Lease | None = None
     decodes_inline = True  # `decode` reads shapes and parameters; `fill` reads the elements
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl
@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from convgrad.contract import Operation
 from convgrad.errors import MalformedRequest
-from convgrad_service.engine.admission import CancelScope, ClientDisconnected, Deadline
+from convgrad_service.engine.admission import Deadline
 from convgrad_service.engine.execution import Execution, Source
 from convgrad_service.engine.memory.arena import Lease
 from convgrad_service.engine.pipeline import Pipeline, Transport
@@ -81,7 +81,7 @@ class Content:
 class HttpTransport(Transport):
     """One exchange. Subclasses decode the head and encode the answer."""
 
-    streams = enforces_deadline = reads_query = False
+    enforces_deadline = reads_query = False
 
     def __init__(
         self,
@@ -211,7 +211,6 @@ class HttpTransport(Transport):
             chunks,
             connection=connection_of(self._scope),
             in_thread=self.pipeline.in_thread,
-            waiting=self._unless_disconnected,
         )
 
     def close(self) -> None:
@@ -223,15 +222,6 @@ class HttpTransport(Transport):
         with contextlib.suppress(asyncio.CancelledError):
             await self._receive()
             on_disconnect()
-
-    async def _unless_disconnected(self, work: Coroutine[Any, Any, T]) -> T:
-        """Await ``work``; raise ClientDisconnected if the client disconnects first."""
-        with CancelScope() as scope:
-            self.watch(lambda: scope.cancel(ClientDisconnected()))
-            try:
-                return await work
-            finally:
-                self.watch(None)
 
 
 def _headers(pairs: Iterable[tuple[bytes, bytes]]) -> dict[bytes, str]:
@@ -266,20 +256,6 @@ def seconds_in(value: str | None, header: str) -> float | None:
     return seconds
 
 
-@dataclass(frozen=True, slots=True)
-class PendingOutput:
-    """A part of an answer that is still being computed.
-
-    ``until`` waits for a number of final bytes, and returns how many there are.
-    """
-
-    data: memoryview
-    until: Callable[[int], Coroutine[Any, Any, int]]
-
-    def __len__(self) -> int:
-        return len(self.data)
-
-
 class LazyBase64:
     """The base64 of some bytes, encoded when it is sent."""
 
@@ -294,8 +270,8 @@ class LazyBase64:
         return pybase64.b64encode(self._part)
 
 
-Chunk = bytes | memoryview | LazyBase64 | PendingOutput
-"""A part of an answer, of one byte an item; the last two kinds are made when it is their turn."""
+Chunk = bytes | memoryview | LazyBase64
+"""A part of an answer, of one byte an item; base64 is encoded when it is its turn."""
 
 
 async def send_chunks(
@@ -305,39 +281,30 @@ async def send_chunks(
     *,
     connection: Connection | None,
     in_thread: Callable[[Callable[[], bytes]], Awaitable[bytes]],
-    waiting: Callable[[Coroutine[Any, Any, int]], Awaitable[int]] | None = None,
 ) -> None:
     """Send a 200 with these headers, Content-Length, and the chunks as its body.
 
     When it returns, nothing refers to the chunks' memory any longer: they have been sent, or copied
     if the server offers no ``connection`` that reports completion. ``in_thread`` runs deferred
-    encoding. ``waiting`` awaits what is still being computed.
+    encoding.
     """
     length = sum(len(chunk) for chunk in chunks)
     headers = [*headers, (b"content-length", str(length).encode())]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
-    if length <= SMALL_BYTES:  # computed in one part, so that nothing of it is `PendingOutput`
-        made = (chunk.encoded() if isinstance(chunk, LazyBase64) else chunk for chunk in chunks)
-        body = b"".join(made)  # type: ignore[arg-type]
+    if length <= SMALL_BYTES:
+        body = b"".join(
+            chunk.encoded() if isinstance(chunk, LazyBase64) else chunk for chunk in chunks
+        )
         await send({"type": "http.response.body", "body": body, "more_body": False})
         return
     with contextlib.nullcontext() if connection is None else connection.unbuffered():
         for chunk in chunks:
-            data: bytes | memoryview
-            if isinstance(chunk, LazyBase64):
-                data = await in_thread(chunk.encoded)
-            else:
-                data = (
-                    chunk.data if isinstance(chunk, PendingOutput) else memoryview(chunk).cast("B")
-                )
-            at = 0
-            while at < len(data):
-                end = min(at + _SEND_BYTES, len(data))
-                if isinstance(chunk, PendingOutput):
-                    more = chunk.until(at + 1)
-                    end = min(end, await (more if waiting is None else waiting(more)))
-                part = data[at:end] if connection is not None else bytes(data[at:end])
+            encoded = await in_thread(chunk.encoded) if isinstance(chunk, LazyBase64) else chunk
+            data = memoryview(encoded).cast("B")
+            for at in range(0, len(data), _SEND_BYTES):
+                part: bytes | memoryview = data[at : at + _SEND_BYTES]
+                if connection is None:
+                    part = bytes(part)
                 await send({"type": "http.response.body", "body": part, "more_body": True})
-                at = end
         # Unbuffered, so this waits until everything before it has been sent.
         await send({"type": "http.response.body", "body": b"", "more_body": False})
