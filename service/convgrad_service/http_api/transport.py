@@ -297,14 +297,13 @@ async def send_chunks(
         )
         await send({"type": "http.response.body", "body": body, "more_body": False})
         return
-    with contextlib.nullcontext() if connection is None else connection.unbuffered():
-        for chunk in chunks:
-            encoded = await in_thread(chunk.encoded) if isinstance(chunk, LazyBase64) else chunk
-            data = memoryview(encoded).cast("B")
-            for at in range(0, len(data), _SEND_BYTES):
-                part: bytes | memoryview = data[at : at + _SEND_BYTES]
-                if connection is None:
-                    part = bytes(part)
-                await send({"type": "http.response.body", "body": part, "more_body": True})
-        # Unbuffered, so this waits until everything before it has been sent.
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+    for chunk in chunks:
+        encoded = await in_thread(chunk.encoded) if isinstance(chunk, LazyBase64) else chunk
+        data = memoryview(encoded).cast("B")
+        for at in range(0, len(data), _SEND_BYTES):
+            part: bytes | memoryview = data[at : at + _SEND_BYTES]
+            if connection is None:
+                part = bytes(part)
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+    # Where a write waits until the one before has been sent, this waits for the last.
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
