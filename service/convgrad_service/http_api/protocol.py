@@ -207,6 +207,11 @@ class GuardedProtocol(HttpToolsProtocol):
         self.flow.read_paused = False
 
     @property
+    def client_host(self) -> str:
+        """The client's address, "" if it has none."""
+        return self.client[0] if self.client else ""
+
+    @property
     def asking_since_s(self) -> float | None:
         """When the head began that has not arrived completely, if no request is being answered."""
         cycle: RequestResponseCycle | None = self.cycle  # None before the first request
