@@ -128,21 +128,15 @@ class HttpTransport(Transport):
 
     async def receive(self, head_bytes: HeadBytes | None) -> Body:
         """Receive the body's head and nothing behind it; without ``head_bytes``, all of it."""
-        settings, engine, length = self._settings, self.pipeline.engine, self.request.body_bytes
-        body = self.body = Body(
-            self._receive,
-            length,
-            settings,
-            settings.max_json_bytes if head_bytes is None else settings.max_body_bytes,
-            engine,
-            connection=connection_of(self._scope),
-            context=self._context,
-        )
+        settings, engine = self._settings, self.pipeline.engine
+        most = settings.max_json_bytes if head_bytes is None else settings.max_body_bytes
+        body = self.body = Body(self._scope, self._receive, settings, most, engine)
         if head_bytes is None:
             self.text = await body.read_all(engine)
             return body
         size = await head_bytes(body)
         self.text = WholeBody(memoryview(await body.peek(size))[:size])
+        length = body.content_length
         self.data_bytes = None if length is None else length - size
         return body
 
@@ -205,13 +199,7 @@ class HttpTransport(Transport):
 
     async def respond(self, headers: Headers, chunks: Sequence[Chunk]) -> None:
         """Send a 200 with these headers and the chunks as its body."""
-        await send_chunks(
-            self._send,
-            headers,
-            chunks,
-            connection=connection_of(self._scope),
-            in_thread=self.pipeline.in_thread,
-        )
+        await send_chunks(self._scope, self._send, headers, chunks, self.pipeline.in_thread)
 
     def close(self) -> None:
         """Release the request's memory."""
@@ -275,18 +263,16 @@ Chunk = bytes | memoryview | LazyBase64
 
 
 async def send_chunks(
+    scope: Scope,
     send: Send,
     headers: Headers,
     chunks: Sequence[Chunk],
-    *,
-    connection: Connection | None,
     in_thread: Callable[[Callable[[], bytes]], Awaitable[bytes]],
 ) -> None:
     """Send a 200 with these headers, Content-Length, and the chunks as its body.
 
     When it returns, nothing refers to the chunks' memory any longer: they have been sent, or copied
-    if the server offers no ``connection`` that reports completion. ``in_thread`` runs deferred
-    encoding.
+    behind a server without a `Connection`. ``in_thread`` runs deferred encoding.
     """
     length = sum(len(chunk) for chunk in chunks)
     headers = [*headers, (b"content-length", str(length).encode())]
@@ -297,12 +283,13 @@ async def send_chunks(
         )
         await send({"type": "http.response.body", "body": body, "more_body": False})
         return
+    copies = connection_of(scope) is None
     for chunk in chunks:
         encoded = await in_thread(chunk.encoded) if isinstance(chunk, LazyBase64) else chunk
         data = memoryview(encoded).cast("B")
         for at in range(0, len(data), _SEND_BYTES):
             part: bytes | memoryview = data[at : at + _SEND_BYTES]
-            if connection is None:
+            if copies:
                 part = bytes(part)
             await send({"type": "http.response.body", "body": part, "more_body": True})
     # Where a write waits until the one before has been sent, this waits for the last.
