@@ -212,6 +212,9 @@ class Hello(NamedTuple):
 class RunTask(NamedTuple):
     """One task: a `Job` with its layout interned, or one ``part`` of it.
 
+    It is sent as a plain tuple, and so is its `JobResult`: to find a class by its name would take
+    the unpickler longer than the rest of the message.
+
     The files of ``new_regions`` have been sent before. A ``brief`` task is so short that the thread
     that receives it runs it before any other thread receives the next.
     """
