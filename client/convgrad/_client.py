@@ -179,9 +179,8 @@ class Client(Examinations, StoredTensors):
     def iterate(self, call: Call[Any]) -> Iterator[Part]:
         """Send a Call and yield the rows of its outputs as they arrive.
 
-        The server computes a large problem in parts and sends each part when it is ready. A
-        request is retried only until its first part arrives. Tensors are sent over HTTP even with
-        ``transport="shm"``. Stopping the iteration early cancels the computation.
+        A request is retried only until its first rows arrive. Tensors are sent over HTTP even with
+        ``transport="shm"``. Stopping the iteration early closes the connection.
 
         Parameters
         ----------

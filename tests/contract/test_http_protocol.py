@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
+import select
 import socket
 import ssl
 import sys
@@ -223,6 +224,30 @@ def test_heads_half_sent_make_room_for_others_too() -> None:
             return False
 
         until(is_answered, 10)  # and not after header_timeout_s
+
+
+def test_one_client_with_many_heads_half_sent_makes_room_at_once() -> None:
+    live = b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n"
+    with (
+        serving(Zeros(), max_connections=4, log_level="error") as server,
+        ExitStack() as held,
+    ):
+        flood = [held.enter_context(server.connect(20)) for _ in range(4)]
+        for each in flood:
+            each.sendall(live[:9])
+        until(lambda: len(server.server.server_state.connections) == 4)
+        began_s = time.monotonic()
+        source = "127.0.0.2", 0
+        with socket.create_connection((server.host, server.port), 20, source) as other:
+            other.sendall(live)
+            assert other.recv(65536).startswith(b"HTTP/1.1 200 ")
+            # It has no room for more of its own.
+            with server.connect(20) as one_more:
+                one_more.sendall(live)
+                assert one_more.recv(65536).startswith(b"HTTP/1.1 429 ")
+        assert time.monotonic() - began_s < 1  # the time after which any would make room
+        (gone,) = select.select(flood, [], [], 0)[0]
+        assert gone.recv(1) == b""
 
 
 @pytest.mark.parametrize(

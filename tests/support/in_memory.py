@@ -35,7 +35,7 @@ def kept(execution: Execution) -> Kept:
 class InMemory(Generic[T]):
     """See `Transport`; both functions run in threads, ``answered`` is what ``encode`` returned."""
 
-    streams = enforces_deadline = decodes_inline = False
+    enforces_deadline = decodes_inline = False
     body_lease: Lease | None = None
 
     def __init__(

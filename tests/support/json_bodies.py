@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from convgrad.contract import Operation, Report
 from convgrad.wire.json_tensors import Form
 from convgrad_service.http_api.codecs import decode_json, json_answer
-from convgrad_service.http_api.transport import LazyBase64, PendingOutput
+from convgrad_service.http_api.transport import LazyBase64
 
 __all__ = ["decode_json_request", "encode_json_answer"]
 
@@ -38,5 +38,4 @@ def encode_json_answer(
     return [
         chunk.encoded() if isinstance(chunk, LazyBase64) else chunk
         for chunk in json_answer(outputs, report, form)
-        if not isinstance(chunk, PendingOutput)
     ]

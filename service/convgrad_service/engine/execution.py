@@ -17,18 +17,16 @@ from convgrad.contract import Report, Request
 from convgrad.errors import ServiceError
 from convgrad_service.engine.engine import Engine, call_hub
 from convgrad_service.engine.memory.arena import Lease
-from convgrad_service.engine.memory.tensor_layout import TensorLayout, has_index_inputs
+from convgrad_service.engine.memory.tensor_layout import TensorLayout
 from convgrad_service.engine.request import SMALL_BYTES, ComputeRequest, blank
 from convgrad_service.engine.scheduling.job import (
     Job,
     JobHandle,
     JobResult,
-    OnPartDone,
     count_tasks,
 )
 from convgrad_service.engine.shm.registry import RegionPart
 from convgrad_service.engine.shm.stored import TensorStore
-from convgrad_service.engine.streaming import Progress
 from convgrad_service.engine.telemetry.record import Timings
 
 Parts = Mapping[str, RegionPart]
@@ -80,8 +78,6 @@ class Execution:
 
     job_result: JobResult
     """How it was computed, once `compute` has returned."""
-    progress: Progress | None = None
-    """Set if the outputs are still being computed."""
 
     def __init__(
         self,
@@ -100,7 +96,6 @@ class Execution:
         layout, regions = prepared.layout, lease.regions
         tasks = 1 if layout.parts == 1 else count_tasks(layout, regions)
         self._job = Job(layout, lease.offset, regions, tasks)
-        self._computing: asyncio.Future[JobResult] | None = None
 
     def input_views(self) -> dict[str, memoryview]:
         """Return the memory of the inputs that are not in shared memory, writable, by name."""
@@ -148,26 +143,22 @@ class Execution:
         small = sum(self.inputs[name].nbytes for name in sources if name in self.inputs)
         await self._in_thread(write, self.lease, body_lease, inline=small <= SMALL_BYTES)
 
-    async def compute(self, *, streamed: bool = False) -> None:
-        """Compute the outputs or, of a large response that may be ``streamed``, its first part.
+    async def compute(self) -> None:
+        """Compute the outputs.
 
         Cancelling this drops a waiting job, and asks a running one to stop.
         """
-        layout = self.layout
-        if not streamed or self._job.tasks == 1 or self._to_store or not _can_stream(layout):
-            self.job_result = await self._compute(None)
-            return
-        progress = Progress(layout.problem, layout.parts, self._compute_request.deadline)
-        self._computing = await progress.first(self._compute(progress.part_done))
-        if self._computing.done():
-            self.job_result = self._computing.result()
-        else:
-            self.job_result, self.progress = progress.so_far, progress
+        self.job_result = self._try_inline() or await self._compute_by_worker()
+        timings = self._compute_request.timings
+        timings.flops += self.layout.flops
+        timings.compulsory_bytes += self.layout.compulsory_bytes
+        if self._to_store:
+            owner = self._compute_request.owner
+            await call_hub(self._engine, TensorStore.commit, owner, self._to_store)
+            self.is_stored = True
 
     async def end(self) -> None:
-        """Stop computing, and release the memory."""
-        if self._computing is not None:
-            self._computing.cancel()
+        """Release the memory."""
         self.lease.release()
         if self._to_store and not self.is_stored:
             await abandon(self._engine, self._to_store)
@@ -202,17 +193,6 @@ class Execution:
                 return tensor.offset, tensor.spec.size_bytes
         raise KeyError(output)
 
-    async def _compute(self, on_part_done: OnPartDone | None) -> JobResult:
-        job_result = self._try_inline() or await self._compute_by_worker(on_part_done)
-        timings = self._compute_request.timings
-        timings.flops += self.layout.flops
-        timings.compulsory_bytes += self.layout.compulsory_bytes
-        if self._to_store:
-            owner = self._compute_request.owner
-            await call_hub(self._engine, TensorStore.commit, owner, self._to_store)
-            self.is_stored = True
-        return job_result
-
     def _try_inline(self) -> JobResult | None:
         """Compute on the event loop; None if a worker must do it."""
         executor, lease = self._engine.inline_executor, self.lease
@@ -228,11 +208,11 @@ class Execution:
             timings.add("compute", time.monotonic() - began_s, began_s)
         return job_result
 
-    async def _compute_by_worker(self, on_part_done: OnPartDone | None) -> JobResult:
+    async def _compute_by_worker(self) -> JobResult:
         engine, request = self._engine, self._compute_request
         # Taken first: a worker may be done before this coroutine continues.
         submitted_s = time.monotonic()
-        handle = engine.submit(self.lease, self._job, request.deadline.at_s, on_part_done)
+        handle = engine.submit(self.lease, self._job, request.deadline.at_s)
         if request.submitted is not None:
             request.submitted(handle)
         upload_s = download_s = 0.0
@@ -297,13 +277,3 @@ def _add_stages(
         timings.add("upload", upload_s, began_s)
         timings.add("download", download_s, began_s + upload_s + compute_s)
     timings.add("compute", compute_s, began_s + upload_s)
-
-
-def _can_stream(layout: TensorLayout) -> bool:
-    """Return whether outputs can be sent before all are computed.
-
-    They cannot if an index in an input may turn out to be invalid, or if all are sums over parts.
-    """
-    sums = {tensor.name for tensor in layout.partial_sums}
-    outputs = {tensor.name for tensor in layout.outputs}
-    return not has_index_inputs(layout.problem) and not sums >= outputs

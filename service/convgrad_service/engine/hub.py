@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from convgrad.errors import DeviceUnavailable, InvalidProblem, Overloaded, ServiceError
 from convgrad_service.engine.memory.arena import Arena, FreeList, Lease, LeasePool
 from convgrad_service.engine.options import SMALL_REQUEST_BYTES, EngineOptions, InlineBackend
-from convgrad_service.engine.scheduling.job import Job, JobHandle, OnPartDone
+from convgrad_service.engine.scheduling.job import Job, JobHandle
 from convgrad_service.engine.scheduling.quotas import NO_LIMITS, Caller, Quotas, Ticket
 from convgrad_service.engine.scheduling.scheduler import Scheduler
 from convgrad_service.engine.shm.registry import RegionInfo, RegionPart, RegionRegistry
@@ -234,19 +234,13 @@ class Hub:
             lease.attach(slices, self.regions.release)
         return lease
 
-    def submit(
-        self,
-        lease: Lease,
-        job: Job,
-        deadline_s: float,
-        on_part_done: OnPartDone | None = None,
-    ) -> JobHandle:
+    def submit(self, lease: Lease, job: Job, deadline_s: float) -> JobHandle:
         """Queue a job whose tensors are in ``lease``, which is held until the job is done.
 
         Raises, directly or through ``done``, Overloaded, DeviceUnavailable, DeadlineExceeded, and
         what the backend raises.
         """
-        task = self.scheduler.submit(job, deadline_s, on_part_done)
+        task = self.scheduler.submit(job, deadline_s)
         lease.retain()
         task.done.add_done_callback(lease.release)
         return task

@@ -58,9 +58,6 @@ _ROOM_WHILE_DRAINING = 1000
 class Transport(Protocol):
     """What a transport does for one request. `Pipeline.run` calls the methods in this order."""
 
-    streams: bool
-    """Whether the response may start before all of it is computed."""
-
     enforces_deadline: bool
     """Whether `head` enforces the deadline itself, and must not be cancelled at it."""
 
@@ -158,7 +155,7 @@ class Pipeline:
         Raises
         ------
         ServiceError
-            The request was refused or has failed; nothing was sent yet, unless it was streamed.
+            The request was refused or has failed; nothing was sent yet.
         ClientDisconnected
             The client has disconnected.
         """
@@ -224,15 +221,13 @@ class Pipeline:
                     transport.watch(lambda: scope.cancel(ClientDisconnected()))
                     admission.arrived()
                     try:
-                        await execution.compute(streamed=transport.streams)
+                        await execution.compute()
                     finally:
                         transport.watch(None)
                     admission.end()
                     # The transport has its own limits on slow readers.
                     scope.set_deadline(None)
                     await transport.send(execution)
-                    if execution.progress is not None:
-                        await execution.progress.end()
                 finally:
                     await execution.end()
         finally:

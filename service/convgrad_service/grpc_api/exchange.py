@@ -82,6 +82,12 @@ class Call:
         """Return the first value of a metadata key, or ""."""
         return next((value for key, value in self._metadata if key == name), "")
 
+    @property
+    def trace_headers(self) -> dict[str, str]:
+        """The W3C trace context."""
+        named = {name: self.first(name) for name in TRACE_HEADERS}
+        return {name: value for name, value in named.items() if value}
+
     def begin(self) -> RequestContext:
         """Return a context for one request of a stream, with the client's request id if given."""
         context = RequestContext.begin(self.metadata(_REQUEST_ID))
@@ -214,14 +220,12 @@ class Exchanges:
             call.rpc.set_trailing_metadata(call.trailers())
             return answer  # type: ignore[return-value]
         finally:
-            asyncio.get_running_loop().call_soon(self.record, method, context)
+            asyncio.get_running_loop().call_soon(self.record, method, call, context)
 
     def trace(self, call: Call, context: RequestContext) -> None:
-        """Set the client's address and trace context."""
-        context.client = call.address
-        named = {name: call.first(name) for name in TRACE_HEADERS}
-        context.trace = {name: value for name, value in named.items() if value}
+        """Begin the span of a request, if requests are traced."""
         if self._traces is not None:
+            context.trace = call.trace_headers
             self._traces.begin(context)
 
     def authenticate(self, call: Call) -> None:
@@ -260,7 +264,7 @@ class Exchanges:
                 f"an internal error; the server's log has it under request {context.request_id}"
             )
 
-    def record(self, method: str, context: RequestContext) -> None:
+    def record(self, method: str, call: Call, context: RequestContext) -> None:
         """Log and count a call that has ended."""
         if context.operation is not None or context.code in KEY_REFUSALS:
             self._engine.observe(context.record("grpc"))
@@ -271,7 +275,7 @@ class Exchanges:
                 "rpc.service": SERVICE.full_name,
                 "rpc.method": method,
                 "rpc.grpc.status_code": status.value[0],
-                "client.address": context.client,
+                "client.address": call.address,
                 "rpc.request.size": context.received_bytes,
                 "rpc.response.size": context.sent_bytes,
             }
@@ -280,6 +284,7 @@ class Exchanges:
         quiet = context.code == "ok" and method in _QUIET
         level = logging.DEBUG if quiet else logging.INFO
         if access.isEnabledFor(level):
+            context.client, context.trace = call.address, call.trace_headers
             access.log(level, ExchangeLine(context, {"method": method}))
 
 

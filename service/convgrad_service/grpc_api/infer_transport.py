@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from convgrad.contract import OPERATIONS, Operation, Report
-from convgrad.errors import MalformedRequest, ProblemTooLarge, ServiceError
+from convgrad.errors import ProblemTooLarge, ServiceError
 from convgrad_service.engine.admission import Deadline
 from convgrad_service.engine.execution import Execution, ResponseTemplate, split_at
 from convgrad_service.engine.memory.arena import Lease
@@ -24,12 +24,13 @@ from convgrad_service.grpc_api.exchange import Call
 from convgrad_service.grpc_api.limits import MessageReader, PendingResponses
 from convgrad_service.grpc_api.wire import (
     Part,
-    cut_raw_contents,
     encode_response,
     is_compressed,
     raw_output_prefix,
     read_infer_request,
     request_names,
+    response_id,
+    split_small_request,
 )
 from convgrad_service.oip.fields import SharedMemory, array_or_blank, input_view, request_fields
 from convgrad_service.oip.request import InferRequest, Span
@@ -39,9 +40,6 @@ from convgrad_service.server.settings import Settings
 MAX_MESSAGE_BYTES = 2**31 - 1
 """Largest message that protobuf and gRPC allow."""
 
-# The tags of a request's first fields, which are strings, and of a response's id.
-_NAME, _VERSION, _ID = 0x0A, 0x12, 0x1A
-_MAX_SHORT = 0x7F  # the length of strings whose length takes one byte
 _MAX_KEY_BYTES = 4096
 _DOUBLE = struct.Struct("<d")
 # Room for names, shapes and the report in addition to an answer's tensors.
@@ -86,35 +84,22 @@ class _InferData:
     raw_inputs: tuple[str, ...] | None = None
 
 
-class _Split(NamedTuple):
-    """A small message without its id, and the position of its tensors.
+class _SmallMessage(NamedTuple):
+    """A small message: the tensors and the id in it, and a cache key of all else."""
 
-    ``key`` is its cache key: all of it but the tensors' elements. ``operation`` is None if the
-    message does not begin with the name of a model.
-    """
-
-    text: bytes
-    id: bytes
     operation: Operation | None
-    spans: list[Span]
+    id: str
+    raw_inputs: list[bytes]
     key: tuple[str, bytes, tuple[int, ...], str]
 
     @classmethod
-    def of(cls, message: bytes, owner: str) -> _Split | None:
-        """Split a message; None if it cannot be parsed."""
-        name_end = _end_of_string(message, 0, _NAME) or 0
-        at = _end_of_string(message, name_end, _VERSION) or name_end
-        text, request_id = message, b""
-        end = _end_of_string(message, at, _ID)
-        if end is not None and (found := message[at + 2 : end]).isascii():
-            text, request_id = message[:at] + message[end:], found
-        try:
-            rest, spans = cut_raw_contents(text)
-        except MalformedRequest:
+    def of(cls, body: bytes, owner: str) -> _SmallMessage | None:
+        """Parse a message; None if it is not a ModelInferRequest."""
+        if (found := split_small_request(body)) is None:
             return None
-        operation = OPERATIONS.get(message[2:name_end].decode("latin-1"))
-        key = "ModelInfer", rest, tuple([span.size_bytes for span in spans]), owner
-        return cls(text, request_id, operation, spans, key)
+        model, request_id, raw_inputs, rest = found
+        key = "ModelInfer", rest, tuple(map(len, raw_inputs)), owner
+        return cls(OPERATIONS.get(model), request_id, raw_inputs, key)
 
     def is_known_to(self, pipeline: Pipeline) -> bool:
         """Return whether the pipeline has cached what depends on the key alone."""
@@ -122,28 +107,18 @@ class _Split(NamedTuple):
 
     def data_for(self, request: InferRequest) -> _InferData | None:
         """Return the data for requests with the same key; None if they must not be cached."""
-        if (
-            self.operation is not request.operation
-            or self.id != request.id.encode()
-            or len(self.key[1]) > _MAX_KEY_BYTES
-            or not all(isinstance(tensor.source, Span | RegionPart) for tensor in request.inputs)
+        sources = [tensor.source for tensor in request.inputs]
+        if len(self.key[1]) > _MAX_KEY_BYTES or not all(
+            isinstance(source, Span | RegionPart) for source in sources
         ):
             return None
         names = (tensor.name for tensor in request.inputs if isinstance(tensor.source, Span))
         return _InferData(replace(request, id=""), tuple(names))
 
 
-def _end_of_string(message: bytes, at: int, tag: int) -> int | None:
-    """Return the end of a short string field with this tag; None if another one is at ``at``."""
-    if message[at : at + 1] != bytes((tag,)) or at + 1 >= len(message):
-        return None
-    return at + 2 + message[at + 1] if message[at + 1] <= _MAX_SHORT else None
-
-
 class InferTransport:
     """See `Transport`. With ``in_stream`` the response is a message of a stream."""
 
-    streams = False
     body_lease: Lease | None = None
     decodes_inline = True  # `decode` reads shapes and parameters; `fill` reads the elements
 
@@ -164,7 +139,7 @@ class InferTransport:
         self._pipeline, self._memory = pipeline, shared_memory
         self._reader, self._context, self._message = reader, context, message
         self._reply, self._in_stream = send, in_stream
-        self._split: _Split | None = None
+        self._small: _SmallMessage | None = None
         self._held_bytes = 0
         self._parsed: InferRequest
         self._data: _InferData
@@ -187,15 +162,15 @@ class InferTransport:
         size_bytes = self._context.received_bytes = len(message.body)
         key: Hashable | None = None
         if size_bytes <= SMALL_BYTES and not self._in_stream:
-            self._split = _Split.of(message.body, owner)
-            if self._split is not None and self._split.is_known_to(self._pipeline):
-                self.request.operation, key = self._split.operation, self._split.key
+            self._small = _SmallMessage.of(message.body, owner)
+            if self._small is not None and self._small.is_known_to(self._pipeline):
+                self.request.operation, key = self._small.operation, self._small.key
         if key is None:
             parsed = self._parsed = message.read()
             self.request.operation = parsed.operation
             self._data = _InferData(parsed)
-            if self._split is not None and (data := self._split.data_for(parsed)) is not None:
-                key, self._data = self._split.key, data
+            if self._small is not None and (data := self._small.data_for(parsed)) is not None:
+                key, self._data = self._small.key, data
         assert self.request.operation is not None  # noqa: S101 - set above
         self._context.operation = self.request.operation.name
         self._reader.hold(size_bytes)
@@ -216,11 +191,11 @@ class InferTransport:
         data: _InferData = execution.transport_data
         body, self._message.body = self._message.body, b""
         with self.request.timings.stage("decode"):
-            if data.raw_inputs is not None and self._split is not None:
-                text, views = memoryview(self._split.text), execution.input_views()
-                for name, span in zip(data.raw_inputs, self._split.spans, strict=True):
+            if data.raw_inputs is not None and self._small is not None:
+                views = execution.input_views()
+                for name, raw in zip(data.raw_inputs, self._small.raw_inputs, strict=True):
                     if name in views:
-                        views[name][:] = text[span.start : span.start + span.size_bytes]
+                        views[name][:] = raw
             else:
                 await execution.fill(
                     {
@@ -244,8 +219,8 @@ class InferTransport:
 
     async def send(self, execution: Execution) -> None:
         request = execution.transport_data.request
-        if self._split is not None and self._split.id:
-            request = replace(request, id=self._split.id.decode())
+        if self._small is not None and self._small.id:
+            request = replace(request, id=self._small.id)
         with self.request.timings.stage("encode"):
             template = execution.template(partial(_template, execution))
             if template is not None:
@@ -260,8 +235,8 @@ class InferTransport:
     def _from_template(self, execution: Execution, template: ResponseTemplate) -> list[Part]:
         seconds = _DOUBLE.pack(execution.job_result.compute_s)
         parts: list[Part] = [template.before, seconds, template.after]
-        if self._split is not None and self._split.id:
-            parts.append(bytes((_ID, len(self._split.id))) + self._split.id)
+        if self._small is not None and self._small.id:
+            parts.append(response_id(self._small.id))
         return [*parts, *execution.output_bytes(template)]
 
 

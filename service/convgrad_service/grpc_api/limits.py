@@ -125,21 +125,19 @@ class MessageReader:
         self.held_bytes = 0
 
     async def message(self, call: Call, deadline: Deadline | None = None) -> bytes:
-        """Return the message of a unary call.
+        """Return the message of a unary call; any other is not read, as grpcio itself has it.
 
         Raises
         ------
         MalformedRequest
-            There is no message, or a second one.
+            There is no message.
         grpc.aio.AbortError
             The message did not arrive in time, and the call has been ended with that error.
         """
         with _TimeLimits(self, call, deadline or Deadline.after(self.longest_s)):
             message = await call.rpc.read()
-            if message is EOF:
-                raise MalformedRequest("the call ended without its message")
-            if await call.rpc.read() is not EOF:
-                raise MalformedRequest("the call has a second message; expected one")
+        if message is EOF:
+            raise MalformedRequest("the call ended without its message")
         return bytes(message)
 
     @contextmanager

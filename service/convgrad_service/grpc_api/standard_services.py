@@ -28,6 +28,7 @@ from convgrad_service.grpc_api.wire import SERVICE, parsed
 
 HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 
+# How often a watch looks whether the status has changed.
 _INTERVAL_S = 0.5
 _MAX_WATCHES = 1024
 _Request, _Response = health_pb2.HealthCheckRequest, health_pb2.HealthCheckResponse
@@ -42,8 +43,6 @@ class HealthMethods:
         self._pipeline, self._reader = pipeline, reader
         self._watches = 0
         self._closed = False
-        self._changed = asyncio.Event()
-        self._following: asyncio.Task[None] | None = None
         self.handlers: Mapping[str, grpc.RpcMethodHandler] = {
             f"/{HEALTH}/Check": exchanges.unary("Check", self._check),
             f"/{HEALTH}/Watch": exchanges.streaming("Watch", self._watch),
@@ -64,39 +63,20 @@ class HealthMethods:
             )
         request = parsed(await self._reader.message(call), _Request)
         self._watches += 1
-        if self._following is None:
-            self._following = asyncio.ensure_future(self._follow(self._status("")))
         try:
             last = None
-            # Until the client leaves, which cancels this task.
-            while True:
-                changed = self._changed
-                status = self._status(request.service)
-                if status != last:
+            # Or until the client leaves, which cancels this task.
+            while not self._closed:
+                if (status := self._status(request.service)) != last:
                     await call.rpc.write(_answer(status))
                     last = status
-                if self._closed:
-                    return
-                await changed.wait()
+                await asyncio.sleep(_INTERVAL_S)
         finally:
             self._watches -= 1
-            if not self._watches and self._following is not None:
-                self._following.cancel()
-                self._following = None
 
     def close(self) -> None:
         """End all watches, because the server is about to stop."""
         self._closed = True
-        self._changed.set()
-
-    async def _follow(self, seen: int) -> None:
-        """Poll the status for all watchers, and wake them when it has changed."""
-        while True:
-            await asyncio.sleep(_INTERVAL_S)
-            if (status := self._status("")) != seen:
-                seen = status
-                changed, self._changed = self._changed, asyncio.Event()
-                changed.set()
 
     def _status(self, service: str) -> int:
         if service not in ("", SERVICE.full_name):

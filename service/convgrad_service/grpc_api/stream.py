@@ -92,7 +92,7 @@ class StreamMethod:
                 await send([encode_stream_error(message.model, message.id, detail)])
         finally:
             message.filled.set()
-            self._exchanges.record("ModelStreamInfer", context)
+            self._exchanges.record("ModelStreamInfer", call, context)
 
 
 def _retrieved(done: asyncio.Future[None]) -> None:

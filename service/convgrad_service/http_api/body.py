@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from starlette.requests import Request
-from starlette.types import Message, Receive
+from starlette.types import Message, Receive, Scope
 
 from convgrad.errors import DeadlineExceeded, MalformedRequest, PayloadTooLarge, RequestTimeout
 from convgrad_service.engine.admission import CancelScope, ClientDisconnected, Deadline
@@ -19,8 +19,8 @@ from convgrad_service.engine.engine import Engine
 from convgrad_service.engine.memory.arena import Lease
 from convgrad_service.engine.options import MAX_TRANSFER_S
 from convgrad_service.engine.request import SMALL_BYTES
-from convgrad_service.engine.telemetry.record import RequestContext
-from convgrad_service.http_api.connection import Connection, connection_of
+from convgrad_service.http_api.connection import connection_of
+from convgrad_service.http_api.middleware import context_of
 from convgrad_service.server.settings import Settings
 
 # A smaller rest of a body arrives in one part anyway.
@@ -55,52 +55,29 @@ class Body:
 
     def __init__(
         self,
+        scope: Scope,
         receive: Receive,
-        content_length: int | None,
         settings: Settings,
         max_bytes: int,
         engine: Engine | None = None,
-        *,
-        connection: Connection | None = None,
-        context: RequestContext | None = None,
     ) -> None:
-        if content_length is not None and content_length > max_bytes:
+        lengths = (int(value) for name, value in scope["headers"] if name == b"content-length")
+        self.content_length = next(lengths, None)
+        if self.content_length is not None and self.content_length > max_bytes:
             raise PayloadTooLarge(
-                f"Content-Length is {content_length:,}; this server accepts at most "
+                f"Content-Length is {self.content_length:,}; this server accepts at most "
                 f"{max_bytes:,} bytes of this media type"
             )
-        self.content_length = content_length
         self.received_bytes = 0
         self.ended = False
         self._receive, self._settings, self._max_bytes = receive, settings, max_bytes
         self._engine = engine
         # For what is received past `receive`, which counts what it returns.
-        self._connection, self._context = connection, context
+        self._connection, self._context = connection_of(scope), context_of(scope)
         self._ahead = b""  # received but not consumed
         self._started_s = time.monotonic()
         # Since when the body's memory is held, what had been received by then, and its end.
         self._holding: tuple[float, int, int] | None = None
-
-    @classmethod
-    def of(
-        cls,
-        request: Request,
-        context: RequestContext,
-        settings: Settings,
-        max_bytes: int,
-        engine: Engine | None = None,
-    ) -> Body:
-        """Return the body of a request."""
-        length = request.headers.get("content-length")
-        return cls(
-            request.receive,
-            None if length is None else int(length),
-            settings,
-            max_bytes,
-            engine,
-            connection=connection_of(request.scope),
-            context=context,
-        )
 
     def refuse_over_limit(self, size: int) -> None:
         """Raise PayloadTooLarge if ``size`` exceeds the limit."""
@@ -208,8 +185,7 @@ class Body:
             if not receiving.filled.done():
                 connection.stop_receiving()
             self.received_bytes = before + receiving.received_bytes
-            if self._context is not None:
-                self._context.received_bytes += receiving.received_bytes
+            self._context.received_bytes += receiving.received_bytes
         if not receiving.filled.result():
             raise ClientDisconnected
         await self._part()  # consume the end of the body, which the middleware watches for
@@ -274,11 +250,9 @@ class Body:
             )
 
 
-async def small_body(
-    request: Request, context: RequestContext, settings: Settings, max_bytes: int
-) -> bytes:
+async def small_body(request: Request, settings: Settings, max_bytes: int) -> bytes:
     """Receive a whole body of at most ``max_bytes``. Raises as `Body`."""
-    return await Body.of(request, context, settings, max_bytes).peek(max_bytes + 1)
+    return await Body(request.scope, request.receive, settings, max_bytes).peek(max_bytes + 1)
 
 
 async def _place(engine: Engine, size: int) -> WholeBody:

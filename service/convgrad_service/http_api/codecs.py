@@ -21,7 +21,7 @@ from convgrad.errors import MalformedRequest, ProblemTooLarge
 from convgrad.wire import safetensors, strict_json
 from convgrad.wire.json_tensors import FORMS, Form, decode_tensor, encode_tensor
 from convgrad.wire.sentences import shown
-from convgrad.wire.shapes import data_view, dtype_of
+from convgrad.wire.shapes import dtype_of
 from convgrad.wire.strict_json import dumps
 from convgrad_service import long_json
 from convgrad_service.engine.execution import (
@@ -53,7 +53,6 @@ from convgrad_service.http_api.transport import (
     HeadBytes,
     HttpTransport,
     LazyBase64,
-    PendingOutput,
 )
 from convgrad_service.problems import Problem
 
@@ -93,14 +92,13 @@ class ResponseFormat:
     """A media type of responses.
 
     ``encode`` refers to the outputs without copying; ``refuse`` raises, before anything is
-    computed, if the answer could not be encoded. With ``streams``, sending can begin before all of
-    the answer has been computed. With ``reports``, the report is in a header.
+    computed, if the answer could not be encoded. With ``reports``, the report is in a
+    header.
     """
 
     media_type: str
     encode: Callable[[Execution], Sequence[Chunk]]
     refuse: Callable[[Request, Problem], None] | None = None
-    streams: bool = False
     reports: bool = False
 
     def headers(self, execution: Execution) -> Headers:
@@ -125,8 +123,6 @@ class OperationTransport(HttpTransport):
         self.request_format, self.response_type = _formats(
             content_type, accept, self.response_types()
         )
-        response_format = RESPONSE_FORMATS.get(self.response_type)
-        self.streams = response_format is not None and response_format.streams
 
     def response_types(self) -> tuple[str, ...]:
         """Return the media types of responses that this exchange may have."""
@@ -190,27 +186,18 @@ def _decode_safetensors(
 
 
 def _encode_safetensors(execution: Execution) -> Sequence[Chunk]:
-    progress = execution.progress
-    if progress is None:
-        make = partial(_safetensors_template, execution)
-        if (template := execution.template(make)) is not None:
-            text = template.before + repr(execution.job_result.compute_s).encode() + template.after
-            text += b" " * (-len(text) % 8)
-            return [len(text).to_bytes(8, "little") + text, *execution.output_bytes(template)]
+    template = execution.template(partial(_safetensors_template, execution))
+    if template is not None:
+        text = template.before + repr(execution.job_result.compute_s).encode() + template.after
+        text += b" " * (-len(text) % 8)
+        return [len(text).to_bytes(8, "little") + text, *execution.output_bytes(template)]
     store, outputs = execution.request.store, execution.outputs
     metadata = {"report": execution.report.model_dump_json()}
     if store:
         stored = {name: stored_tensor(outputs[name], store[name]) for name in store}
         metadata["stored"] = json.dumps(stored)
     sent = {name: array for name, array in outputs.items() if name not in store}
-    if progress is None:
-        return safetensors.encode(sent, metadata)
-    specs = {name: (dtype_of(array), array.shape) for name, array in sent.items()}
-    header, order = safetensors.encode_header(specs, metadata)
-    return [
-        header,
-        *(PendingOutput(data_view(sent[name]), partial(progress.until, name)) for name in order),
-    ]
+    return safetensors.encode(sent, metadata)
 
 
 def _safetensors_template(execution: Execution, report: Report) -> ResponseTemplate:
@@ -380,8 +367,8 @@ RESPONSE_FORMATS: Mapping[str, ResponseFormat] = {
     form.media_type: form
     for form in (
         ResponseFormat(JSON, _encode_json, _refuse_json),
-        ResponseFormat(SAFETENSORS, _encode_safetensors, streams=True),
-        ResponseFormat(NPY, encode_npy, refuse_npy, streams=True, reports=True),
+        ResponseFormat(SAFETENSORS, _encode_safetensors),
+        ResponseFormat(NPY, encode_npy, refuse_npy, reports=True),
         ResponseFormat(NPZ, encode_npz, refuse_npz, reports=True),
     )
 }

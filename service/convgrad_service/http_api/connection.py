@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 from starlette.types import Scope
@@ -70,18 +69,6 @@ class Connection:
         self._protocol.on_disconnect, self._protocol.watching = on_disconnect, self.cycle
         if on_disconnect is not None and self._protocol.transport.is_closing():
             on_disconnect()
-
-    @contextmanager
-    def unbuffered(self) -> Iterator[None]:
-        """Have writes within the block wait until their bytes have been sent."""
-        transport = self._protocol.transport
-        if not transport.is_closing():
-            transport.set_write_buffer_limits(high=0)
-        try:
-            yield
-        finally:
-            if not transport.is_closing():
-                transport.set_write_buffer_limits()
 
 
 def connection_of(scope: Scope) -> Connection | None:

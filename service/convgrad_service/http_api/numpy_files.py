@@ -14,7 +14,6 @@ import logging
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -31,7 +30,7 @@ from convgrad.wire.shapes import checked_dtype, dtype_of
 from convgrad_service.engine.execution import Execution, Source
 from convgrad_service.http_api.content_types import content_type_parameters
 from convgrad_service.http_api.long_base64 import DeferredTensor
-from convgrad_service.http_api.transport import Chunk, Content, PendingOutput
+from convgrad_service.http_api.transport import Chunk, Content
 from convgrad_service.problems import Problem
 
 MEDIA_TYPE = "multipart/form-data"
@@ -210,12 +209,8 @@ def _text(encoded: bytes) -> str:
 
 def encode_npy(execution: Execution) -> Sequence[Chunk]:
     """Encode the only output as a .npy file."""
-    ((name, array),) = execution.outputs.items()
-    header, data = npy.encode(array)
-    assert isinstance(data, memoryview)  # noqa: S101
-    if execution.progress is None:
-        return [header, data]
-    return [header, PendingOutput(data, partial(execution.progress.until, name))]
+    (array,) = execution.outputs.values()
+    return npy.encode(array)
 
 
 def encode_npz(execution: Execution) -> Sequence[Chunk]:

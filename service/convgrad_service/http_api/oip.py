@@ -290,9 +290,7 @@ def _add_descriptions(
         openapi_extra=json_body({"ready": {"type": "boolean", "default": False}}),
     )
     async def index(request: Request) -> JSONResponse:
-        only_ready = _only_ready(
-            await small_body(request, context_of(request.scope), settings, _MAX_BODY_BYTES)
-        )
+        only_ready = _only_ready(await small_body(request, settings, _MAX_BODY_BYTES))
         return JSONResponse(repository_index(pipeline.unready_reason, only_ready=only_ready))
 
     @router.post("/v2/repository/models/{model}/load", include_in_schema=False)
@@ -334,10 +332,9 @@ def _add_regions(
         openapi_extra=json_body(_REGIONS[kind]),
     )
     async def register(name: str, request: Request) -> JSONResponse:
-        context = context_of(request.scope)
-        body = await small_body(request, context, settings, _MAX_BODY_BYTES)
+        body = await small_body(request, settings, _MAX_BODY_BYTES)
         info = _region(kind, name, strict_json.loads_object(body, "the request"))
-        await memory.register(context.owner, info)
+        await memory.register(context_of(request.scope).owner, info)
         return JSONResponse({})
 
     @router.post(

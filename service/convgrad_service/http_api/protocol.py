@@ -70,8 +70,11 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        # TLS reads records of 16 KiB anyway.
-        self._reader = self if self.scheme == "https" else ReadInParts(self)
+        self._reader = self  # TLS reads records of 16 KiB anyway
+        if self.scheme != "https":
+            self._reader = ReadInParts(self)
+            # A write waits until the one before has been sent, whose memory is then used again.
+            transport.set_write_buffer_limits(high=0)
         if len(self.connections) > self.settings.max_connections:
             what = f"{self.settings.max_connections} connections are open, the maximum"
             self._close_with(Overloaded(what, retry_after_s=1.0))
@@ -202,6 +205,11 @@ class GuardedProtocol(HttpToolsProtocol):
         self.transport.set_protocol(protocol)
         self.transport.resume_reading()
         self.flow.read_paused = False
+
+    @property
+    def client_host(self) -> str:
+        """The client's address, "" if it has none."""
+        return self.client[0] if self.client else ""
 
     @property
     def asking_since_s(self) -> float | None:

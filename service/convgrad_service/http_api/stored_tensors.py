@@ -24,7 +24,6 @@ from convgrad_service.engine.scheduling.quotas import Ticket
 from convgrad_service.engine.shm.stored import TensorStore
 from convgrad_service.http_api.body import Body
 from convgrad_service.http_api.codecs import JSON, SAFETENSORS, described_tensor, parse_json_body
-from convgrad_service.http_api.connection import connection_of
 from convgrad_service.http_api.content_types import (
     choose_accepted,
     match_content_type,
@@ -91,7 +90,7 @@ class _StoredTensor:
         lives_s = seconds_in(headers.get("x-time-to-live"), "X-Time-To-Live")
         settings = self._settings
         max_bytes = settings.max_json_bytes if media_type == JSON else settings.max_body_bytes
-        body = Body.of(request, context, settings, max_bytes, self._engine)
+        body = Body(request.scope, request.receive, settings, max_bytes, self._engine)
         ticket = await self._engine.acquire_ticket(context.caller)
         try:
             if media_type == JSON:
@@ -195,13 +194,8 @@ class _StoredTensor:
                 chunks = await in_thread(
                     lambda: [JSONResponse(encode_tensor(array, "npy")).body], lease
                 )
-            await send_chunks(
-                send,
-                [(b"content-type", media_type.encode()), (b"vary", b"accept")],
-                chunks,
-                connection=connection_of(request.scope),
-                in_thread=in_thread,
-            )
+            headers = [(b"content-type", media_type.encode()), (b"vary", b"accept")]
+            await send_chunks(request.scope, send, headers, chunks, in_thread)
         finally:
             lease.release()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl
@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from convgrad.contract import Operation
 from convgrad.errors import MalformedRequest
-from convgrad_service.engine.admission import CancelScope, ClientDisconnected, Deadline
+from convgrad_service.engine.admission import Deadline
 from convgrad_service.engine.execution import Execution, Source
 from convgrad_service.engine.memory.arena import Lease
 from convgrad_service.engine.pipeline import Pipeline, Transport
@@ -81,7 +81,7 @@ class Content:
 class HttpTransport(Transport):
     """One exchange. Subclasses decode the head and encode the answer."""
 
-    streams = enforces_deadline = reads_query = False
+    enforces_deadline = reads_query = False
 
     def __init__(
         self,
@@ -128,21 +128,15 @@ class HttpTransport(Transport):
 
     async def receive(self, head_bytes: HeadBytes | None) -> Body:
         """Receive the body's head and nothing behind it; without ``head_bytes``, all of it."""
-        settings, engine, length = self._settings, self.pipeline.engine, self.request.body_bytes
-        body = self.body = Body(
-            self._receive,
-            length,
-            settings,
-            settings.max_json_bytes if head_bytes is None else settings.max_body_bytes,
-            engine,
-            connection=connection_of(self._scope),
-            context=self._context,
-        )
+        settings, engine = self._settings, self.pipeline.engine
+        most = settings.max_json_bytes if head_bytes is None else settings.max_body_bytes
+        body = self.body = Body(self._scope, self._receive, settings, most, engine)
         if head_bytes is None:
             self.text = await body.read_all(engine)
             return body
         size = await head_bytes(body)
         self.text = WholeBody(memoryview(await body.peek(size))[:size])
+        length = body.content_length
         self.data_bytes = None if length is None else length - size
         return body
 
@@ -205,14 +199,7 @@ class HttpTransport(Transport):
 
     async def respond(self, headers: Headers, chunks: Sequence[Chunk]) -> None:
         """Send a 200 with these headers and the chunks as its body."""
-        await send_chunks(
-            self._send,
-            headers,
-            chunks,
-            connection=connection_of(self._scope),
-            in_thread=self.pipeline.in_thread,
-            waiting=self._unless_disconnected,
-        )
+        await send_chunks(self._scope, self._send, headers, chunks, self.pipeline.in_thread)
 
     def close(self) -> None:
         """Release the request's memory."""
@@ -223,15 +210,6 @@ class HttpTransport(Transport):
         with contextlib.suppress(asyncio.CancelledError):
             await self._receive()
             on_disconnect()
-
-    async def _unless_disconnected(self, work: Coroutine[Any, Any, T]) -> T:
-        """Await ``work``; raise ClientDisconnected if the client disconnects first."""
-        with CancelScope() as scope:
-            self.watch(lambda: scope.cancel(ClientDisconnected()))
-            try:
-                return await work
-            finally:
-                self.watch(None)
 
 
 def _headers(pairs: Iterable[tuple[bytes, bytes]]) -> dict[bytes, str]:
@@ -266,20 +244,6 @@ def seconds_in(value: str | None, header: str) -> float | None:
     return seconds
 
 
-@dataclass(frozen=True, slots=True)
-class PendingOutput:
-    """A part of an answer that is still being computed.
-
-    ``until`` waits for a number of final bytes, and returns how many there are.
-    """
-
-    data: memoryview
-    until: Callable[[int], Coroutine[Any, Any, int]]
-
-    def __len__(self) -> int:
-        return len(self.data)
-
-
 class LazyBase64:
     """The base64 of some bytes, encoded when it is sent."""
 
@@ -294,50 +258,39 @@ class LazyBase64:
         return pybase64.b64encode(self._part)
 
 
-Chunk = bytes | memoryview | LazyBase64 | PendingOutput
-"""A part of an answer, of one byte an item; the last two kinds are made when it is their turn."""
+Chunk = bytes | memoryview | LazyBase64
+"""A part of an answer, of one byte an item; base64 is encoded when it is its turn."""
 
 
 async def send_chunks(
+    scope: Scope,
     send: Send,
     headers: Headers,
     chunks: Sequence[Chunk],
-    *,
-    connection: Connection | None,
     in_thread: Callable[[Callable[[], bytes]], Awaitable[bytes]],
-    waiting: Callable[[Coroutine[Any, Any, int]], Awaitable[int]] | None = None,
 ) -> None:
     """Send a 200 with these headers, Content-Length, and the chunks as its body.
 
     When it returns, nothing refers to the chunks' memory any longer: they have been sent, or copied
-    if the server offers no ``connection`` that reports completion. ``in_thread`` runs deferred
-    encoding. ``waiting`` awaits what is still being computed.
+    behind a server without a `Connection`. ``in_thread`` runs deferred encoding.
     """
     length = sum(len(chunk) for chunk in chunks)
     headers = [*headers, (b"content-length", str(length).encode())]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
-    if length <= SMALL_BYTES:  # computed in one part, so that nothing of it is `PendingOutput`
-        made = (chunk.encoded() if isinstance(chunk, LazyBase64) else chunk for chunk in chunks)
-        body = b"".join(made)  # type: ignore[arg-type]
+    if length <= SMALL_BYTES:
+        body = b"".join(
+            chunk.encoded() if isinstance(chunk, LazyBase64) else chunk for chunk in chunks
+        )
         await send({"type": "http.response.body", "body": body, "more_body": False})
         return
-    with contextlib.nullcontext() if connection is None else connection.unbuffered():
-        for chunk in chunks:
-            data: bytes | memoryview
-            if isinstance(chunk, LazyBase64):
-                data = await in_thread(chunk.encoded)
-            else:
-                data = (
-                    chunk.data if isinstance(chunk, PendingOutput) else memoryview(chunk).cast("B")
-                )
-            at = 0
-            while at < len(data):
-                end = min(at + _SEND_BYTES, len(data))
-                if isinstance(chunk, PendingOutput):
-                    more = chunk.until(at + 1)
-                    end = min(end, await (more if waiting is None else waiting(more)))
-                part = data[at:end] if connection is not None else bytes(data[at:end])
-                await send({"type": "http.response.body", "body": part, "more_body": True})
-                at = end
-        # Unbuffered, so this waits until everything before it has been sent.
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+    copies = connection_of(scope) is None
+    for chunk in chunks:
+        encoded = await in_thread(chunk.encoded) if isinstance(chunk, LazyBase64) else chunk
+        data = memoryview(encoded).cast("B")
+        for at in range(0, len(data), _SEND_BYTES):
+            part: bytes | memoryview = data[at : at + _SEND_BYTES]
+            if copies:
+                part = bytes(part)
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+    # Where a write waits until the one before has been sent, this waits for the last.
+    await send({"type": "http.response.body", "body": b"", "more_body": False})

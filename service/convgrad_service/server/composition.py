@@ -18,6 +18,7 @@ from convgrad_service.process import memory_bytes
 from convgrad_service.server.logs import configure_logs
 from convgrad_service.server.malloc import keep_large_blocks
 from convgrad_service.server.metrics import add_metrics
+from convgrad_service.server.setting_values import PROCESSES_BYTES
 from convgrad_service.server.settings import Settings
 from convgrad_service.server.warm_up import warm_up
 
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
 
 # Assumed if the system does not report its memory.
 _UNKNOWN_BYTES = 8 * 2**30
-# Used by the interpreters, libraries and threads of a server's processes, and kept by malloc.
-_PROCESSES_BYTES = 384 * 2**20
 # Number of JSON bodies of the maximum size that may be in memory at the same time.
 _MAX_SIZE_TEXTS = 4
 # How much memory freed by requests is kept for later ones: in the arena, and in the heaps of all
@@ -57,7 +56,7 @@ def memory_budget(settings: Settings) -> MemoryBudget:
     for JSON texts, stored tensors and the workspace of each of two problems.
     """
     limit = settings.memory_bytes or memory_bytes() or _UNKNOWN_BYTES
-    free = max(limit - _PROCESSES_BYTES, limit // 4)
+    free = max(limit - PROCESSES_BYTES, limit // 4)
     tensors = int(settings.max_inflight_bytes or free // 2)
     texts = max(
         min(_MAX_SIZE_TEXTS * settings.max_json_bytes, tensors // 4), settings.max_json_bytes

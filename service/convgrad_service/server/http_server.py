@@ -7,6 +7,7 @@ import contextlib
 import logging
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 import uvicorn
@@ -111,7 +112,7 @@ class ConvgradServer(uvicorn.Server):
         """Serve a connection as uvicorn would; return False if there are too many."""
         settings, tls = self._settings, self.config.ssl
         open_connections = len(self.server_state.connections) + len(self._handshakes)
-        has_room = open_connections < settings.max_connections or self._make_room()
+        has_room = open_connections < settings.max_connections or self._make_room(connection)
         if not has_room and tls is not None:
             connection.close()  # answering with an error would need a handshake
             return False
@@ -132,12 +133,14 @@ class ConvgradServer(uvicorn.Server):
         handshake.add_done_callback(self._handshake_done)
         return has_room
 
-    def _make_room(self) -> bool:
-        """Abort the connection that has waited longest for a request; return whether there is one.
+    def _make_room(self, newcomer: socket.socket) -> bool:
+        """Abort a connection that waits for a request; return whether there is one.
 
-        Of those that have waited for `_PATIENCE_S`, connections that never sent any come first:
-        a client that opens many does not displace the others'. Those that have sent half of a
-        request's head come last.
+        Of those that have waited for `_PATIENCE_S`, it is the one that has waited longest.
+        Connections that never sent any request come first: a client that opens many does not
+        displace the others'. Those that have sent half of a request's head come last. If none has
+        waited so long, it is one without a complete head, of the client that has the most of them
+        and would have more than the newcomer's.
         """
         latest_s = asyncio.get_running_loop().time() - _PATIENCE_S
         waiting = [
@@ -148,10 +151,24 @@ class ConvgradServer(uvicorn.Server):
             )
             if since_s is not None and since_s < latest_s
         ]
-        if waiting:
+        found = min(waiting)[-1] if waiting else self._of_largest_share(newcomer)
+        if found is not None:
             # Nothing is left to send, and close would wait for a TLS client's farewell.
-            min(waiting)[-1].transport.abort()
-        return bool(waiting)
+            found.transport.abort()
+        return found is not None
+
+    def _of_largest_share(self, newcomer: socket.socket) -> GuardedProtocol | None:
+        """Return a connection without a complete head of the client that has the most of them."""
+        heads = [
+            (each.client_host, since_s, id(each), each)
+            for each in self._connections()
+            if (since_s := each.asking_since_s) is not None and not each.transport.is_closing()
+        ]
+        shares = Counter(host for host, *_ in heads)
+        for most, count in shares.most_common(1):
+            if count > shares[_host(newcomer)] + 1:
+                return min(each for each in heads if each[0] == most)[-1]
+        return None
 
     def _connections(self) -> Iterator[GuardedProtocol]:
         for connection in list(self.server_state.connections):
@@ -183,6 +200,14 @@ class ConvgradServer(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Leave signals to `process_tree.run_until_signalled`."""
         yield
+
+
+def _host(connection: socket.socket) -> str:
+    """Return the address of the other end, "" if it has gone."""
+    try:
+        return str(connection.getpeername()[0])
+    except (OSError, IndexError):
+        return ""
 
 
 def listening_socket(host: str, port: int) -> socket.socket:

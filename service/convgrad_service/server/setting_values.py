@@ -6,8 +6,25 @@ import re
 from importlib.util import find_spec
 from pathlib import Path
 
+from pydantic import ByteSize
+
 from convgrad_service.security.keys import read_keys
 from convgrad_service.server.warm_up import read_warm_up
+
+_MiB = 2**20
+PROCESSES_BYTES = 384 * _MiB
+"""Memory of the interpreters, libraries and threads of a server's processes, and kept by malloc."""
+LEAST_MEMORY_BYTES = PROCESSES_BYTES + 128 * _MiB
+
+
+def valid_memory(size_bytes: ByteSize) -> ByteSize:
+    """Return the memory that a server may use."""
+    if size_bytes < LEAST_MEMORY_BYTES:
+        raise ValueError(
+            f"expected at least {LEAST_MEMORY_BYTES // _MiB} MiB, of which the server's processes "
+            f"take {PROCESSES_BYTES // _MiB}, got {size_bytes:,} bytes"
+        )
+    return size_bytes
 
 
 def valid_key_file(path: Path) -> Path:

@@ -18,6 +18,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from convgrad_service.engine.scheduling.quotas import KeyLimits
 from convgrad_service.server.setting_values import (
     valid_key_file,
+    valid_memory,
     valid_origins,
     valid_otlp_endpoint,
     valid_tuning_table,
@@ -278,7 +279,7 @@ class Settings(BaseSettings):
         default=1024.0,
         description="Maximum ratio of output to input bytes; 64 MiB of output are always allowed.",
     )
-    memory_bytes: _Bytes | None = Field(
+    memory_bytes: Annotated[_Bytes, AfterValidator(valid_memory)] | None = Field(
         default=None,
         description="Memory that the server may use; unset means its container's or machine's.",
     )
@@ -331,7 +332,8 @@ class Settings(BaseSettings):
     max_connections: _Count = Field(
         default=512,
         description="Maximum number of open connections per HTTP process. For one more, one that "
-        "has waited a second for a request is closed; without any, the new one is refused.",
+        "has waited a second for a request is closed, or one of a client that has more with "
+        "unfinished headers than the new one's; without any, the new one is refused.",
     )
     keep_alive_s: _WholeSeconds = Field(
         default=75, description="How long an idle connection is kept open."

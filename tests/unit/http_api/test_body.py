@@ -14,6 +14,8 @@ from convgrad_service.engine.admission import ClientDisconnected
 from convgrad_service.engine.embedded import embedded_hub
 from convgrad_service.engine.hub import Hub
 from convgrad_service.engine.options import EngineOptions
+from convgrad_service.engine.telemetry.record import RequestContext
+from convgrad_service.http_api import middleware
 from convgrad_service.http_api.body import Body
 from convgrad_service.server.settings import Settings
 from tests.support.fake_backends import Zeros
@@ -41,7 +43,9 @@ def taking(
         return {"type": "http.request", "body": part, "more_body": bool(left) or gone}
 
     async def scenario() -> Any:
-        return await take(Body(receive, length, SETTINGS, max_bytes))
+        headers = [] if length is None else [(b"content-length", b"%d" % length)]
+        scope = {"headers": headers, middleware._KEY: RequestContext("a")}
+        return await take(Body(scope, receive, SETTINGS, max_bytes))
 
     return asyncio.run(scenario())
 

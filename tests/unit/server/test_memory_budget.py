@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from pydantic import ValidationError
 
 from convgrad_service.server.composition import memory_budget
 from convgrad_service.server.settings import Settings
@@ -37,3 +38,8 @@ def test_what_is_set_holds_however_little_there_is() -> None:
     }
     budget = memory_budget(Settings.model_validate(sizes))
     assert budget == (7 * GiB, 3 * GiB, 5 * GiB, 2 * GiB)
+
+
+def test_too_little_memory_is_refused_with_the_least_amount() -> None:
+    with pytest.raises(ValidationError, match=r"at least 512 MiB, of which .* 384, got 1,048,576"):
+        Settings(memory_bytes=MiB)

@@ -7,7 +7,6 @@ unpickled. Request bodies do not travel here; they are in the arena.
 from __future__ import annotations
 
 import asyncio
-import copyreg
 import pickle
 import select
 import socket
@@ -17,7 +16,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 from convgrad.errors import ServiceError
-from convgrad_service.engine.scheduling.job import JobResult
 from convgrad_service.engine.shm.registry import RegionSlice
 
 _LENGTH_BYTES = 4
@@ -32,21 +30,6 @@ Interned = tuple[int, bytes | None]
 
 NewRegion = tuple[int, bytes | None, int]
 """A region to be opened: its number, and what `RegionRegistry.extent` returns."""
-
-
-def pickle_by_number(first: int, *types: type[tuple[Any, ...]]) -> None:
-    """Have the named tuples ``types`` pickled with numbers from ``first`` instead of their names.
-
-    To find a class by its name takes as long as the rest of a small message. All processes call
-    this alike; the numbers for private use are 240 to 255.
-    """
-    for number, each in enumerate(types, first):
-        copyreg.add_extension(each.__module__, each.__qualname__, number)
-        copyreg.pickle(each, _reduced)
-
-
-def _reduced(message: tuple[Any, ...]) -> tuple[Any, ...]:
-    return type(message), tuple(message)
 
 
 def _frame(message: Any) -> bytes:
@@ -229,6 +212,9 @@ class Hello(NamedTuple):
 class RunTask(NamedTuple):
     """One task: a `Job` with its layout interned, or one ``part`` of it.
 
+    It is sent as a plain tuple, and so is its `JobResult`: to find a class by its name would take
+    the unpickler longer than the rest of the message.
+
     The files of ``new_regions`` have been sent before. A ``brief`` task is so short that the thread
     that receives it runs it before any other thread receives the next.
     """
@@ -277,6 +263,3 @@ class Compiled(NamedTuple):
     """The kernels are compiled and the task can be sent again, or they cannot be compiled."""
 
     error: BaseException | None
-
-
-pickle_by_number(240, RunTask, JobResult, RegionSlice)

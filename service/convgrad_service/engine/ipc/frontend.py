@@ -22,7 +22,6 @@ from convgrad_service.engine.ipc.channel import (
     Interned,
     Ping,
     Pong,
-    pickle_by_number,
 )
 from convgrad_service.engine.memory.arena import Lease
 from convgrad_service.engine.memory.tensor_layout import TensorLayout, unpack_layout
@@ -73,14 +72,6 @@ class Call(NamedTuple):
     options: Mapping[str, Any]
 
 
-class PartDone(NamedTuple):
-    """The `JobResult` of one part of a job."""
-
-    number: int
-    part: int
-    result: JobResult
-
-
 class Reply(NamedTuple):
     """The reply to the message with this number; to `SubmitJob` a `JobResult` and the wait."""
 
@@ -89,9 +80,6 @@ class Reply(NamedTuple):
     error: BaseException | None = None
     cancelled: bool = False
     waited_s: float | None = None
-
-
-pickle_by_number(248, SubmitJob, PartDone, Call, Reply, Record)
 
 
 class FrontEnd:
@@ -232,13 +220,9 @@ class FrontEnd:
         if packed is not None:
             self._layouts[slot] = unpack_layout(packed)
         job = Job(self._layouts[slot], message.base, message.regions, message.tasks)
-        on_part_done = partial(self._part_done, number)
-        task = self._hub.scheduler.submit(job, message.deadline_s, on_part_done)
+        task = self._hub.scheduler.submit(job, message.deadline_s)
         self._tasks[number] = task
         task.done.add_done_callback(partial(self._job_done, number, task))
-
-    def _part_done(self, number: int, part: int, result: JobResult) -> None:
-        self._send(PartDone(number, part, result))
 
     def _job_done(
         self, number: int, task: Task | TaskGroup[Task], done: asyncio.Future[JobResult]

@@ -15,14 +15,13 @@ from convgrad_service.engine.ipc.channel import Channel, InternTable, Ping, Pong
 from convgrad_service.engine.ipc.frontend import (
     Call,
     Drain,
-    PartDone,
     Reply,
     SubmitJob,
     Welcome,
 )
 from convgrad_service.engine.memory.arena import Arena, FreeList, Lease, LeasePool
 from convgrad_service.engine.options import InlineBackend
-from convgrad_service.engine.scheduling.job import Job, JobHandle, JobResult, OnPartDone
+from convgrad_service.engine.scheduling.job import Job, JobHandle, JobResult
 from convgrad_service.engine.scheduling.quotas import NO_LIMITS, Caller, Ticket
 from convgrad_service.engine.shm.registry import RegionPart
 from convgrad_service.engine.telemetry.record import Record
@@ -42,7 +41,6 @@ class _RemoteJob:
 
     number: int
     lease: Lease
-    on_part_done: OnPartDone | None
     done: asyncio.Future[JobResult]
     waited_s: float | None = None
 
@@ -186,15 +184,9 @@ class RemoteHub:
         lease.regions = slices
         return lease
 
-    def submit(
-        self,
-        lease: Lease,
-        job: Job,
-        deadline_s: float,
-        on_part_done: OnPartDone | None = None,
-    ) -> JobHandle:
+    def submit(self, lease: Lease, job: Job, deadline_s: float) -> JobHandle:
         number, done = next(self._numbers), asyncio.get_running_loop().create_future()
-        handle = self._jobs[number] = _RemoteJob(number, lease, on_part_done, done)
+        handle = self._jobs[number] = _RemoteJob(number, lease, done)
         lease.retain()
         layout, base, regions, tasks = job
         interned = self._layouts.intern(layout.packed)
@@ -233,10 +225,6 @@ class RemoteHub:
     def _received(self, message: Any) -> None:
         if isinstance(message, Reply):
             self._replied(message)
-        elif isinstance(message, PartDone):
-            job = self._jobs.get(message.number)
-            if job is not None and job.on_part_done is not None:
-                job.on_part_done(message.part, message.result)
         elif isinstance(message, Ping):
             self._heard_s = time.monotonic()
             self._channel.send(Pong())

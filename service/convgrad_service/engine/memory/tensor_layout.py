@@ -28,11 +28,11 @@ from convgrad_service.problems.base import TensorSpec
 
 PART_BYTES = 64 * 2**20
 """Approximate size of a part's inputs and outputs: enough for a GPU's full throughput, small enough
-that the first part is on its way to the client while the others are computed."""
+that uploads, kernels and downloads of the parts overlap."""
 
 _MAX_PARTS = 64
-# Parts of a sum are larger by this factor. They cannot be streamed early, so a split only pays off
-# by using several devices, for which half or more of the time goes to uploading the inputs.
+# Parts of a sum are larger by this factor: their split only pays off by using several devices, for
+# which half or more of the time goes to uploading the inputs.
 _SUM_PART_FACTOR = 2
 # All partial sums together may take this fraction of the inputs. A second device saves half of an
 # upload at 55 GB/s, 9 ms per GB. A GB of partial sums takes 18 ms to download and 68 ms to add up

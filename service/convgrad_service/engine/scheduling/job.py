@@ -6,7 +6,7 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from convgrad.errors import InvalidProblem
@@ -26,10 +26,6 @@ class JobResult(NamedTuple):
     upload_s: float
     download_s: float
     report_json: bytes = b""
-
-
-OnPartDone = Callable[[int, JobResult], None]
-"""Called with the number of a part that is done, and its result."""
 
 
 def merge_results(results: Sequence[JobResult], elapsed_s: float = math.inf) -> JobResult:
@@ -175,13 +171,12 @@ class TaskGroup(Generic[TaskT]):
     def __init__(
         self,
         tasks: Sequence[TaskT],
-        on_part_done: OnPartDone | None,
         cancel: Callable[[TaskT], None],
         last: Callable[[], TaskT] | None = None,
     ) -> None:
         self.tasks: list[TaskT] = []
         self.wanted = True
-        self._on_part_done, self._cancel = on_part_done, cancel
+        self._cancel = cancel
         self._error: BaseException | None = None
         for task in tasks:
             self._add(task)
@@ -207,16 +202,12 @@ class TaskGroup(Generic[TaskT]):
         return merge_results([task.done.result() for task in self.tasks], elapsed_s)
 
     def _add(self, task: TaskT) -> None:
-        task.done.add_done_callback(partial(self._task_done, len(self.tasks)))
+        task.done.add_done_callback(self._task_done)
         self.tasks.append(task)
 
-    def _task_done(self, number: int, done: asyncio.Future[JobResult]) -> None:
+    def _task_done(self, done: asyncio.Future[JobResult]) -> None:
         error = asyncio.CancelledError() if done.cancelled() else done.exception()
-        if self._error is not None:
-            return
-        if error is None:
-            if self._on_part_done is not None:
-                self._on_part_done(number, done.result())
+        if error is None or self._error is not None:
             return
         self._error = error
         for task in self.tasks:

@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Callable, Container, Mapping
 
 from convgrad.errors import DeadlineExceeded, DeviceUnavailable, Overloaded
-from convgrad_service.engine.scheduling.job import Job, JobResult, OnPartDone, TaskGroup, Worker
+from convgrad_service.engine.scheduling.job import Job, JobResult, TaskGroup, Worker
 from convgrad_service.problems.base import Lane
 
 _RETRY_AFTER_MIN_S, _RETRY_AFTER_MAX_S = 1.0, 60.0
@@ -178,12 +178,8 @@ class Scheduler:
             retry_after_s=min(max(seconds, _RETRY_AFTER_MIN_S), _RETRY_AFTER_MAX_S),
         )
 
-    def submit(
-        self, job: Job, deadline_s: float, on_part_done: OnPartDone | None = None
-    ) -> Task | TaskGroup[Task]:
+    def submit(self, job: Job, deadline_s: float) -> Task | TaskGroup[Task]:
         """Queue a job, to be started before ``deadline_s`` (of time.monotonic()) or not at all.
-
-        ``on_part_done`` is called for each part of a job that is several tasks.
 
         Raises
         ------
@@ -211,7 +207,7 @@ class Scheduler:
             return task
         parts = [Task(job, deadline_s, large=large, part=part) for part in range(job.tasks)]
         last = (lambda: self._last(job, deadline_s)) if job.sums else None
-        group = TaskGroup(parts, on_part_done, self.cancel, last)
+        group = TaskGroup(parts, self.cancel, last)
         self._waiting.extend(parts)
         self._dispatch()
         return group

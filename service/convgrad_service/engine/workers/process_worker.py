@@ -148,7 +148,7 @@ class ProcessWorker:
         brief = task.part is None and not self._tasks and slot in self._brief
         self._tasks[number] = task, slot
         message = RunTask(number, interned, job.base, job.regions, task.part, new, brief)
-        self._jobs.send_now(message)
+        self._jobs.send_now(tuple(message))
 
     def has_used(self, job: Job) -> int:
         return sum(self._used.get(each.region) == each.version for each in job.regions)
@@ -216,10 +216,10 @@ class ProcessWorker:
             self._used.pop(region, None)
             self._control.send(Forget(region))
 
-    def _task_message(
-        self, message: tuple[int, JobResult | Compiling | Compiled | BaseException]
-    ) -> None:
+    def _task_message(self, message: tuple[int, Any]) -> None:
         number, result = message
+        if type(result) is tuple:
+            result = JobResult(*result)
         if isinstance(result, Compiled):
             self._scheduler.compiled(self._compiling.pop(number), result.error)
             return

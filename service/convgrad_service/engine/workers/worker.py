@@ -163,7 +163,7 @@ class _Worker:
             self._run(task, layout, cancelled)
 
     def _next(self) -> tuple[RunTask, TensorLayout | ServiceError, threading.Event | None]:
-        task: RunTask = self._jobs.receive()
+        task = RunTask(*self._jobs.receive())
         return task, self._open(task), self._register(task)
 
     def _run(
@@ -193,7 +193,7 @@ class _Worker:
         if not task.brief:
             with self._lock:
                 del self._running[task.number]
-        self._jobs.send((task.number, result))
+        self._jobs.send((task.number, tuple(result) if isinstance(result, JobResult) else result))
 
     def _compile_ahead(self, task: RunTask, layout: TensorLayout) -> Future[None] | None:
         key = task.interned[0], task.part

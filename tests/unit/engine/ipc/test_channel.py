@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copyreg
 import pickle
 import random
 import socket
@@ -17,7 +16,6 @@ from convgrad_service.engine.ipc.channel import (
     Channel,
     InternTable,
     Pipe,
-    pickle_by_number,
 )
 
 
@@ -67,19 +65,6 @@ def test_messages_split_at_any_byte(step: int) -> None:
         assert seen == [Name(str(at)) for at in range(20)]
 
     run(scenario())
-
-
-def test_numbered_types_are_pickled_without_their_names() -> None:
-    named = pickle.dumps(Name("a"))
-    assert b"Name" in named
-    pickle_by_number(255, Name)
-    try:
-        numbered = pickle.dumps(Name("a"))
-        assert b"Name" not in numbered
-        for each in (named, numbered):
-            assert type(pickle.loads(each)) is Name  # noqa: S301 - ours
-    finally:
-        copyreg.remove_extension(Name.__module__, "Name", 255)
 
 
 def test_messages_of_one_iteration_are_one_write_with_lazy_ones() -> None:

@@ -1,4 +1,4 @@
-"""Large problems in parts: the same bits on any workers, and streaming progress."""
+"""Large problems in parts: the same bits on any workers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from convgrad.contract import OPERATIONS
 from convgrad.contract.base import validate
-from convgrad.errors import DeadlineExceeded, InvalidProblem
+from convgrad.errors import InvalidProblem
 from convgrad_service.backends.cpu import CpuBackend
 from convgrad_service.engine.admission import Deadline, Limits
 from convgrad_service.engine.embedded import ThreadWorker, embedded_hub
@@ -24,7 +24,6 @@ from convgrad_service.engine.pipeline import Pipeline
 from convgrad_service.engine.request import ComputeRequest, Decoded
 from convgrad_service.engine.scheduling.job import JobResult, count_tasks
 from convgrad_service.engine.shm.registry import RegionSlice
-from convgrad_service.engine.streaming import Progress
 from convgrad_service.engine.telemetry.record import Timings
 from convgrad_service.problems import Problem, problem_from
 from tests.support.fake_backends import Gated
@@ -110,36 +109,6 @@ def test_parts_run_on_every_worker() -> None:
     asyncio.run(scenario())
 
 
-def test_first_bytes_are_final_before_the_last_part() -> None:
-    async def scenario() -> None:
-        backend = Gated()
-        plane = Plane(backend)
-        async with begun(plane, called(), lambda: Decoded(FIELDS)) as work:
-            await work.fill(work.request.tensors())
-            backend.gate.release()
-            await work.compute(streamed=True)
-            progress = work.progress
-            assert progress is not None
-            assert work.report.pieces == 5
-            expected = whole()
-            final = progress.final_bytes("grad_input")
-            assert 0 < final == expected.nbytes // 8
-            found = work.outputs["grad_input"].reshape(-1).view(np.uint8)
-            assert (found[:final] == expected.reshape(-1).view(np.uint8)[:final]).all()
-            waiting = asyncio.ensure_future(progress.until("grad_input", final + 1))
-            await asyncio.sleep(0.05)
-            assert backend.runs == 1
-            assert not waiting.done()
-            backend.gate.release(4)
-            assert await waiting > final
-            assert await progress.until("grad_input", expected.nbytes) == expected.nbytes
-            await progress.end()
-            assert (work.outputs["grad_input"] == expected).all()
-        assert plane.hub.memory.used_bytes == 0
-
-    asyncio.run(scenario())
-
-
 def test_failed_part_fails_the_request_and_frees_its_memory() -> None:
     async def scenario() -> None:
         backend = Gated()
@@ -148,26 +117,10 @@ def test_failed_part_fails_the_request_and_frees_its_memory() -> None:
         async with begun(plane, called(), lambda: Decoded(FIELDS)) as work:
             await work.fill(work.request.tensors())
             backend.gate.release(3)
-            await work.compute(streamed=True)
-            assert work.progress is not None
             with pytest.raises(InvalidProblem, match="it failed"):
-                await work.progress.until("grad_input", work.outputs["grad_input"].nbytes)
+                await work.compute()
         await _until_idle(plane)
         assert backend.runs == 3
-
-    asyncio.run(scenario())
-
-
-def test_failure_before_the_first_part_is_raised() -> None:
-    async def scenario() -> None:
-        backend = Gated(open_from_start=True)
-        backend.fail_at = 1
-        plane = Plane(backend)
-        async with begun(plane, called(), lambda: Decoded(FIELDS)) as work:
-            await work.fill(work.request.tensors())
-            with pytest.raises(InvalidProblem, match="it failed"):
-                await work.compute(streamed=True)
-        await _until_idle(plane)
 
     asyncio.run(scenario())
 
@@ -179,25 +132,12 @@ def test_cancellation_between_parts_frees_memory() -> None:
         async with begun(plane, called(), lambda: Decoded(FIELDS)) as work:
             await work.fill(work.request.tensors())
             backend.gate.release()
-            await work.compute(streamed=True)
+            computing = asyncio.ensure_future(work.compute())
+            await _until(lambda: backend.runs == 1)
+            computing.cancel()
+            await asyncio.wait([computing])
         await _until_idle(plane)
         assert backend.runs == 1
-
-    asyncio.run(scenario())
-
-
-def test_deadline_while_waiting_for_the_next_part() -> None:
-    async def scenario() -> None:
-        backend = Gated()
-        plane = Plane(backend)
-        async with begun(plane, called(timeout_s=1.5), lambda: Decoded(FIELDS)) as work:
-            await work.fill(work.request.tensors())
-            backend.gate.release()
-            await work.compute(streamed=True)
-            assert work.progress is not None
-            with pytest.raises(DeadlineExceeded):
-                await work.progress.until("grad_input", work.outputs["grad_input"].nbytes)
-        await _until_idle(plane)
 
     asyncio.run(scenario())
 
@@ -281,26 +221,6 @@ def test_only_parts_of_a_dead_worker_run_again() -> None:
             assert work.report.pieces == 5
 
     asyncio.run(scenario())
-
-
-def test_non_contiguous_parts_wait_for_preceding_bytes() -> None:
-    image = np.zeros((1, 6, 64, 64), np.float32)
-    cut = problem("conv_fwd", input=image, weight=WEIGHT, padding=1)
-    count = len(parts.pieces_of(cut, 4))
-    progress = Progress(cut, 4, Deadline.after(9))
-    for part in range(count - 1):
-        progress.part_done(part, DONE)
-    # Channels are not adjacent: only the last rows of the first one are missing.
-    row_bytes = 4 * 64
-    rows = cut.outputs["output"].shape[2] * (count - 1) // count
-    assert progress.final_bytes("output") == rows * row_bytes
-    progress.part_done(count - 1, DONE)
-    assert progress.final_bytes("output") == cut.outputs["output"].size_bytes
-    last = problem("conv_fwd", input=image, weight=WEIGHT, padding=1, layout="NCHW")
-    backwards = Progress(last, 4, Deadline.after(9))
-    for part in reversed(range(1, count)):
-        backwards.part_done(part, DONE)
-        assert backwards.final_bytes("output") == 0
 
 
 async def _until_idle(plane: Plane) -> None:

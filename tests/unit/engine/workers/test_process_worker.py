@@ -22,21 +22,21 @@ def test_only_what_succeeds_at_once_is_brief() -> None:
         sent: list[RunTask] = []
         scheduler = Scheduler(4)
         worker = ProcessWorker(WorkerRecipe(lambda _: Zeros()), 0, RegionRegistry(1), scheduler)
-        channel: Any = SimpleNamespace(send_now=sent.append)
+        channel: Any = SimpleNamespace(send_now=lambda message: sent.append(RunTask(*message)))
         worker._jobs = channel
         scheduler.add(worker)
 
         def ends_with(result: Any) -> bool:
             """Whether the next task of the same layout is brief."""
-            for reply in (result, None):
+            for reply in (result, tuple(DONE)):
                 task = submit(scheduler)
                 brief = sent[-1].brief
-                worker._task_message((sent[-1].number, reply or DONE))
+                worker._task_message((sent[-1].number, reply))
                 task.done.cancelled() or task.done.exception()
             return brief
 
         assert not ends_with(DeadlineExceeded("the client left"))
-        assert ends_with(DONE)
+        assert ends_with(tuple(DONE))
         assert not ends_with(DeadlineExceeded("the client left"))
 
     run(scenario())

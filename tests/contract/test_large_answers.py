@@ -1,10 +1,8 @@
-"""A large answer is sent over HTTP as it is computed."""
+"""Large answers over HTTP: computed in parts, sent as they lie in memory, read row by row."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import struct
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,8 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from convgrad import AsyncClient, Call, Client, calls
-from convgrad._connection import Connection
-from convgrad.errors import ConnectionFailed, InvalidProblem
+from convgrad.errors import InvalidProblem
 from convgrad.wire import safetensors
 from convgrad_service.backends.cpu import CpuBackend
 from convgrad_service.engine.memory import tensor_layout as parts
@@ -24,6 +21,7 @@ from convgrad_service.http_api import transport
 from tests.support.fake_backends import Gated
 from tests.support.fake_server import FakeServer, answer, problem
 from tests.support.http_server import LiveServer, binary_example, serving
+from tests.support.tree_server import until
 
 GRAD = np.random.default_rng(0).standard_normal((8, 4, 96, 96), np.float32)
 WEIGHT = np.random.default_rng(1).standard_normal((4, 6, 3, 3), np.float32)
@@ -64,121 +62,49 @@ def expected() -> NDArray[Any]:
     return CpuBackend(threads=1).run(problem, tensors).outputs["grad_input"]
 
 
-class Answer:
-    """An answer over a bare socket, read as far as a test wants."""
-
-    def __init__(self, server: LiveServer) -> None:
-        body = binary_example({"grad_output": GRAD, "weight": WEIGHT}, padding=1)
-        self._socket = server.connect()
-        head = (
-            f"POST /conv_bwd_data HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
-            f"Content-Type: {safetensors.MEDIA_TYPE}\r\n\r\n"
-        )
-        self._socket.sendall(head.encode() + body)
-        self._file = self._socket.makefile("rb")
-
-    def read_head(self) -> dict[str, Any]:
-        """The headers, by names in small letters, and the safetensors header as ``tensors``."""
-        assert self._file.readline() == b"HTTP/1.1 200 OK\r\n"
-        found: dict[str, Any] = {}
-        while (line := self._file.readline()) != b"\r\n":
-            name, _, value = line.decode().partition(":")
-            found[name.lower()] = value.strip()
-        (length,) = struct.unpack("<Q", self._file.read(8))
-        found["tensors"] = json.loads(self._file.read(length))
-        return found
-
-    def read(self, size: int) -> bytes:
-        """So many bytes, or fewer if the answer ends."""
-        return self._file.read(size)
-
-    def close(self) -> None:
-        self._file.close()
-        self._socket.close()
-
-
-def test_first_bytes_leave_before_the_last_part_is_computed(
-    server: LiveServer, backend: Gated, expected: NDArray[Any]
-) -> None:
-    answer = Answer(server)
-    backend.gate.release()
-    head = answer.read_head()
-    report = json.loads(head["tensors"]["__metadata__"]["report"])
-    assert report["pieces"] == PARTS
-    assert int(head["content-length"]) > expected.nbytes
-    first = answer.read(expected.nbytes // 8)
-    assert backend.runs == 1  # and the other parts are not even begun
-    backend.gate.release(PARTS - 1)
-    found = first + answer.read(expected.nbytes - len(first))
-    assert found == expected.tobytes()
-    answer.close()
-    server.wait_until_idle()
-
-
-def test_an_answer_is_streamed_where_memory_cannot_be_sent_as_it_lies(
+def test_an_answer_is_copied_where_memory_cannot_be_sent_as_it_lies(
     server: LiveServer, backend: Gated, expected: NDArray[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As over TLS, and behind another server."""
     monkeypatch.setattr(transport, "connection_of", lambda scope: None)
-    answer = Answer(server)
-    backend.gate.release()
-    answer.read_head()
-    first = answer.read(expected.nbytes // 8)
-    assert backend.runs == 1
-    backend.gate.release(PARTS - 1)
-    assert first + answer.read(expected.nbytes - len(first)) == expected.tobytes()
-    answer.close()
+    backend.gate.release(PARTS)
+    with Client(server.url, max_retries=0) as client:
+        assert (client.conv_bwd_data(GRAD, WEIGHT, padding=1) == expected).all()
+    assert backend.runs == PARTS
     server.wait_until_idle()
 
 
-def test_a_failure_in_the_middle_breaks_the_connection(
-    server: LiveServer, backend: Gated, expected: NDArray[Any]
+def test_a_part_that_fails_is_an_error_and_ends_the_rest(
+    server: LiveServer, backend: Gated
 ) -> None:
     backend.fail_at = 3
-    answer = Answer(server)
-    backend.gate.release()
-    answer.read_head()
-    backend.gate.release(2)
-    found = answer.read(expected.nbytes)
-    assert 0 < len(found) < expected.nbytes
-    assert expected.tobytes().startswith(found)
-    answer.close()
-    server.wait_until_idle()
-
-
-def test_the_sdk_raises_when_an_answer_breaks_off(
-    server: LiveServer, backend: Gated, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    backend.fail_at = 3
-    read_head = Connection._read_head
-
-    def read_and_fail(*arguments: Any) -> Any:
-        head = read_head(*arguments)
-        backend.gate.release(2)  # not before the answer has begun
-        return head
-
-    monkeypatch.setattr(Connection, "_read_head", read_and_fail)
-    backend.gate.release()
+    backend.gate.release(3)
     with (
         Client(server.url, max_retries=0) as client,
-        pytest.raises(ConnectionFailed, match="broke off"),
+        pytest.raises(InvalidProblem, match="it failed"),
     ):
         client.conv_bwd_data(GRAD, WEIGHT, padding=1)
     server.wait_until_idle()
+    assert backend.runs == 3
 
 
 def test_a_client_that_leaves_in_the_middle_stops_the_rest(
     server: LiveServer, backend: Gated
 ) -> None:
-    answer = Answer(server)
-    backend.gate.release()
-    answer.read_head()
-    answer.close()
+    body = binary_example({"grad_output": GRAD, "weight": WEIGHT}, padding=1)
+    head = (
+        f"POST /conv_bwd_data HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+        f"Content-Type: {safetensors.MEDIA_TYPE}\r\n\r\n"
+    )
+    with server.connect() as connection:
+        connection.sendall(head.encode() + body)
+        backend.gate.release()
+        until(lambda: backend.runs == 1)
     server.wait_until_idle()
     assert backend.runs == 1
 
 
-def test_the_connection_serves_on_after_a_streamed_answer(
+def test_the_connection_serves_on_after_a_large_answer(
     server: LiveServer, backend: Gated, expected: NDArray[Any]
 ) -> None:
     backend.gate.release(2 * PARTS)
@@ -208,20 +134,16 @@ def test_the_sdk_yields_parts_as_they_come(
         Client(server.url, http_client=None if own else http) as client,
     ):
         found = np.full_like(expected, np.nan)
-        backend.gate.release()
+        backend.gate.release(2 * PARTS)
         end = 0
         for part in client.iterate(bwd_data()):
             assert (part.output, part.axis, part.start) == ("grad_input", 0, end)
             assert part.whole.shape == expected.shape
-            # A row is here while most of the others are not computed.
-            assert part.stop <= backend.runs * -(-len(expected) // PARTS)
             found[part.start : part.stop] = part.array
             end = part.stop
-            backend.gate.release()
         assert (found == expected).all()
         assert (part.whole == expected).all()
         # And the connection is good for more.
-        backend.gate.release(PARTS)
         assert (client.conv_bwd_data(GRAD, WEIGHT, padding=1) == expected).all()
 
 
@@ -251,25 +173,3 @@ def test_what_fails_before_the_first_part_is_tried_again(expected: NDArray[Any])
         (part,) = client.iterate(bwd_data())
     assert (part.array == expected).all()
     assert len(fake.requests) == 2
-
-
-def test_iterating_raises_when_an_answer_breaks_off(server: LiveServer, backend: Gated) -> None:
-    backend.fail_at = 3
-    backend.gate.release()
-    with Client(server.url) as client:
-        parts_of_it = client.iterate(bwd_data())
-        next(parts_of_it)
-        backend.gate.release(2)
-        with pytest.raises(ConnectionFailed, match="broke off"):
-            list(parts_of_it)
-    assert backend.runs == 3  # and nothing was computed again
-    server.wait_until_idle()
-
-
-def test_who_stops_iterating_ends_the_computation(server: LiveServer, backend: Gated) -> None:
-    backend.gate.release()
-    with Client(server.url) as client:
-        for _ in client.iterate(bwd_data()):
-            break
-    server.wait_until_idle()
-    assert backend.runs == 1
