@@ -18,6 +18,7 @@ import pytest
 
 import convgrad
 from convgrad.cli import _service, main
+from convgrad.cli._request import parameter_value
 from convgrad.contract import OPERATIONS
 from convgrad.wire import safetensors
 from tests.support.fake_server import FakeServer, answer, ones, problem
@@ -87,6 +88,25 @@ def test_call_sends_files_and_parameters_and_writes_the_result(
         "fake kernel by_hand: 1.000 ms, 0.0 GFLOP/s",
         f"written to {out}",
     ]
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("2", 2),
+        ("2.5", 2.5),
+        ("true", True),
+        ("NHWC", "NHWC"),
+        ("56,57", [56, 57]),
+        ("56, 57", [56, 57]),
+        ("[56, 57]", [56, 57]),
+        ("[0,1],[2,3]", [[0, 1], [2, 3]]),
+        ("a,b", "a,b"),
+        ("", ""),
+    ],
+)
+def test_a_parameter_is_json_or_a_list_without_brackets_or_text(text: str, value: Any) -> None:
+    assert parameter_value(text) == value
 
 
 def test_call_prints_json(url: str, files: Path, capsys: pytest.CaptureFixture[str]) -> None:
