@@ -68,7 +68,7 @@ def parse_torch(text: str) -> Layer:
     if shape is None:
         raise MalformedRequest(
             f"{name}{ndim}d does not say the input's shape; add it: {name}{ndim}d(…) on "
-            f"32x64x{'x'.join(['56'] * ndim)}"
+            f"32x{values.get('in_channels', 64)}x{'x'.join(['56'] * ndim)}"
         )
     sizes = tuple(int(number) for number in _NUMBER.findall(shape))
     if len(sizes) != ndim + 2:

@@ -77,7 +77,7 @@ def test_the_same_layer_in_each_dialect(words: str) -> None:
         ("conv -n", "has no value"),
         ("convint8 -n 4", "is not known"),
         ("pool -m min", "mode 'min'"),
-        ("Conv2d(64, 64, kernel_size=(3, 3))", "does not say the input's shape; add it"),
+        ("Conv2d(3, 64, kernel_size=(3, 3))", r"input.s shape; add it: Conv2d\(…\) on 32x3x56x56"),
         ("Conv2d(64, 64, kernel_size=3) on 32x32x56x56", "takes 64 channels"),
         ("Conv2d(64, 64, kernel_size=3, padding_mode=reflect) on 1x64x5x5", "'reflect'"),
         ("Conv2d(64, 64, kernel_size=__import__('os')) on 1x64x5x5", "cannot be read"),
