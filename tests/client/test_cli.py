@@ -379,3 +379,17 @@ def test_health(
     said = capsys.readouterr().out
     assert said.startswith(f"not ready: no answer from http://127.0.0.1:{port}/v2/health/ready: ")
     assert "is a server running there? `convgrad serve` starts one" in said
+
+
+def test_a_proxy_that_does_not_answer_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        proxy = f"127.0.0.1:{nobody.getsockname()[1]}"
+        monkeypatch.setenv("http_proxy", f"http://user:secret@{proxy}")
+        monkeypatch.setenv("no_proxy", "")
+        assert main(["health", "--url", "http://lab.example", "--timeout", "2"]) == 1
+    said = capsys.readouterr().out
+    assert f"the environment sets the proxy {proxy}; to bypass it" in said
+    assert "secret" not in said
