@@ -172,7 +172,7 @@ def _run(settings: Settings, port_file: Path | None) -> int:
             _print_error(
                 settings.log_format,
                 f"cannot map {arena_bytes:,} bytes of memory for tensors: {error}; "
-                "--memory-bytes (CONVGRAD_MEMORY_BYTES) makes it less",
+                "--memory-bytes (CONVGRAD_MEMORY_BYTES) reduces it",
             )
             return 1
         try:

@@ -69,7 +69,7 @@ def test_the_same_layer_in_each_dialect(words: str) -> None:
         ("mb1mb2ic3ih4oc5kh1", "has mb twice"),
         ("--conv --attr-post-ops=sum mb32ic64ih56oc64kh3", "--attr-post-ops=sum"),
         ("--conv --dt=s8 mb32ic64ih56oc64kh3", "data type 's8'"),
-        ("conv -n 32 -Q 7", "option '-Q' is not known"),
+        ("conv -n 32 -Q 7", "option '-Q' is not supported"),
         ("conv -n x", "expected a number"),
         ("conv -n \u00b2", "expected a number"),
         ("--conv --mb=\u00b2 ic3ih8oc4oh6kh3ph0", "--mb is '\u00b2'; expected a number"),
