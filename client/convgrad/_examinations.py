@@ -285,6 +285,6 @@ def _reader(answer: type[BaseModel]) -> Callable[[Reply, int], Any]:
         try:
             return answer.model_validate(read_json(reply))
         except ValueError as refused:
-            raise InvalidAnswer(f"the answer is no {answer.__name__}: {refused}") from refused
+            raise InvalidAnswer(f"the answer is not a {answer.__name__}: {refused}") from refused
 
     return read

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import urllib.request
+
 import httpx
 
 from convgrad.errors import ClientError, ClientTimeout, ConnectionFailed, InvalidAnswer
@@ -44,7 +46,9 @@ def no_answer(url: str, error: Exception) -> str:
     """Describe a failure to reach ``url``, with a hint if there is one."""
     reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     hint = ""
-    if isinstance(error, ConnectionRefusedError | httpx.ConnectError) and "refused" in reason:
+    if isinstance(error, httpx.ConnectError | httpx.ProxyError) and (proxy := _proxy(url)):
+        hint = f"; the environment sets the proxy {proxy}; to bypass it, add the host to NO_PROXY"
+    elif isinstance(error, ConnectionRefusedError | httpx.ConnectError) and "refused" in reason:
         hint = "; is a server running there? `convgrad serve` starts one"
     elif "WRONG_VERSION_NUMBER" in reason or "RECORD_LAYER_FAILURE" in reason:  # OpenSSL's two
         hint = "; does the server speak TLS? it may be http://, not https://"
@@ -53,6 +57,15 @@ def no_answer(url: str, error: Exception) -> str:
     elif "without sending a response" in reason and url.startswith("http://"):
         hint = f"; {MAYBE_TLS}"
     return f"no answer from {url}: {reason}{hint}"
+
+
+def _proxy(url: str) -> str:
+    """Return host and port of the proxy that the environment sets for ``url``, or ""."""
+    proxies, parsed = urllib.request.getproxies(), httpx.URL(url)
+    proxy = proxies.get(parsed.scheme) or proxies.get("all")
+    if not proxy or urllib.request.proxy_bypass(parsed.host):
+        return ""
+    return httpx.URL(proxy if "://" in proxy else f"http://{proxy}").netloc.decode()
 
 
 GRPC_PORT = "this may be the server's gRPC port; HTTP has another, 8000 by default"

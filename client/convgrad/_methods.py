@@ -63,8 +63,8 @@ def by_name(build: Callable[P, T]) -> Callable[P, T]:
     def checked(*args: P.args, **kwargs: P.kwargs) -> T:
         if args:
             raise TypeError(
-                f"{build.__name__} takes its tensors by name alone, input=… and grad_output=…: "
-                "conv_bwd_data and conv_backward have grad_output first"
+                f"{build.__name__} takes its tensors only as keyword arguments, input=… and "
+                "grad_output=…: conv_bwd_data and conv_backward have grad_output first"
             )
         return build(*args, **kwargs)
 

@@ -209,7 +209,7 @@ class SharedMemory(OfOneProcess):
             report = Report.model_validate(head["parameters"])
             kept, found = _outputs(head["outputs"])
             if into is not None and found != known:
-                raise ValueError("the outputs are others than those of the same request before")
+                raise ValueError("the outputs differ from those of the same request before")
             arrays: dict[str, Any] = dict(kept)
             at = 0
             source = data if into is None else self._pool.lend(into)

@@ -165,5 +165,5 @@ def shared_memory(transport: str) -> SharedMemory | None:
     try:  # imported here because few programs use it and not every system supports it
         from convgrad._shared_calls import SharedMemory
     except ImportError as missing:
-        raise ClientError(f'transport="shm" works on Linux alone: {missing}') from missing
+        raise ClientError(f'transport="shm" works only on Linux: {missing}') from missing
     return SharedMemory()

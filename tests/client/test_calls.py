@@ -83,9 +83,9 @@ def _literals(annotation: Any) -> Iterator[str]:
 def test_the_weight_gradient_takes_its_tensors_by_name_alone() -> None:
     x, grad_output = ones(1, 1, 4), ones(1, 1, 4)
     for given in ((x, grad_output), (x,)):
-        with pytest.raises(TypeError, match="by name alone, input=… and grad_output=…"):
+        with pytest.raises(TypeError, match="only as keyword arguments, input=… and grad_output=…"):
             calls.grouped_conv_bwd_weight(*given)  # type: ignore[call-overload]
-    with pytest.raises(TypeError, match="by name alone"):
+    with pytest.raises(TypeError, match="only as keyword arguments"):
         Client("http://server").grouped_conv_bwd_weight(x, grad_output)  # type: ignore[call-overload]
 
 

@@ -18,6 +18,7 @@ import pytest
 
 import convgrad
 from convgrad.cli import _service, main
+from convgrad.cli._request import parameter_value
 from convgrad.contract import OPERATIONS
 from convgrad.wire import safetensors
 from tests.support.fake_server import FakeServer, answer, ones, problem
@@ -89,6 +90,25 @@ def test_call_sends_files_and_parameters_and_writes_the_result(
     ]
 
 
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("2", 2),
+        ("2.5", 2.5),
+        ("true", True),
+        ("NHWC", "NHWC"),
+        ("56,57", [56, 57]),
+        ("56, 57", [56, 57]),
+        ("[56, 57]", [56, 57]),
+        ("[0,1],[2,3]", [[0, 1], [2, 3]]),
+        ("a,b", "a,b"),
+        ("", ""),
+    ],
+)
+def test_a_parameter_is_json_or_a_list_without_brackets_or_text(text: str, value: Any) -> None:
+    assert parameter_value(text) == value
+
+
 def test_call_prints_json(url: str, files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(bwd_data(files, "--url", url, "--json", "--wire", "json")) == 0
     told = json.loads(capsys.readouterr().out)
@@ -117,7 +137,7 @@ def test_bfloat16_goes_through_safetensors(files: Path, capsys: pytest.CaptureFi
         npy = files / "out.npy"
         assert main([*arguments, "--url", address, "--output", str(npy)]) == 2
     assert not npy.exists()
-    assert "cannot say bfloat16" in capsys.readouterr().err
+    assert "cannot hold bfloat16" in capsys.readouterr().err
 
 
 def test_several_outputs_need_a_file_that_holds_several(
@@ -130,7 +150,7 @@ def test_several_outputs_need_a_file_that_holds_several(
     with listening(FakeServer([answer(pooled)])) as address:
         arguments += ["--url", address, "--output"]
         assert main([*arguments, str(files / "out.npy")]) == 2
-        assert "these came: " in capsys.readouterr().err
+        assert "but the answer has " in capsys.readouterr().err
         assert main([*arguments, str(files / "out.npz")]) == 0
     with np.load(files / "out.npz") as written:
         assert set(written.files) == set(pooled)
@@ -359,3 +379,17 @@ def test_health(
     said = capsys.readouterr().out
     assert said.startswith(f"not ready: no answer from http://127.0.0.1:{port}/v2/health/ready: ")
     assert "is a server running there? `convgrad serve` starts one" in said
+
+
+def test_a_proxy_that_does_not_answer_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        proxy = f"127.0.0.1:{nobody.getsockname()[1]}"
+        monkeypatch.setenv("http_proxy", f"http://user:secret@{proxy}")
+        monkeypatch.setenv("no_proxy", "")
+        assert main(["health", "--url", "http://lab.example", "--timeout", "2"]) == 1
+    said = capsys.readouterr().out
+    assert f"the environment sets the proxy {proxy}; to bypass it" in said
+    assert "secret" not in said

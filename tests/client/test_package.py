@@ -73,7 +73,7 @@ except convgrad.ClientError as error:
         )
     first, second, third = done.stdout.splitlines()
     assert first == second == "(1, 1, 1)"
-    assert third.startswith('transport="shm" works on Linux alone: ')
+    assert third.startswith('transport="shm" works only on Linux: ')
 
 
 def test_client_source_never_names_the_service() -> None:

@@ -184,6 +184,15 @@ def refused(live: LiveServer, body: bytes, headers: dict[str, str] | None = None
     return code
 
 
+@pytest.mark.parametrize("path", ["/maxpool2d_forward", "/MaxPool2d_fwd", "/maxpool2d_fwd/"])
+def test_a_path_that_is_almost_an_operation_is_answered_with_it(
+    live: LiveServer, path: str
+) -> None:
+    answer = live.post(path=path)
+    assert answer.status_code == 404
+    assert f"no resource at '{path}', did you mean '/maxpool2d_fwd'?" in answer.json()["detail"]
+
+
 def test_an_unexpected_failure_tells_its_request_id_alone(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -200,6 +200,8 @@ def test_a_port_in_use_is_one_sentence(
     done = subprocess.run(as_json, capture_output=True, text=True)
     assert done.returncode == 1
     assert f"cannot listen on 127.0.0.1:{port}" in json.loads(done.stderr)["message"]
+    assert serve(["--port", "0", "--grpc-port", port]) == 1
+    assert f"cannot listen on 127.0.0.1:{port}: [Errno 98]" in capsys.readouterr().err
     bad = subprocess.run(
         [*COMMAND, "--max-queue", "many"],
         capture_output=True,

@@ -160,6 +160,11 @@ def test_sizes_may_be_numpys_and_a_stride_empty(weight: Tensor, x: Tensor) -> No
     assert ours.adaptive_avg_pool2d(x, np.int64(2)).shape == (4, 2, 2, 2)
 
 
+def test_what_is_no_tensor_gets_pytorchs_error(weight: Tensor) -> None:
+    with pytest.raises(TypeError, match="invalid combination of arguments"):
+        ours.conv2d(np.ones((1, 4, 5, 5), np.float32), weight)
+
+
 def test_max_pooling_returns_indices(x: Tensor) -> None:
     same(lambda library: library.max_pool2d(x, 2, return_indices=True))
 

@@ -25,12 +25,14 @@ class Model(nn.Module):  # type: ignore[misc]
         self.norm = nn.BatchNorm2d(8)
         self.point = nn.Conv2d(8, 8, 1)
         self.up = nn.ConvTranspose2d(8, 8, 2, 2)
+        self.mean = nn.AvgPool2d(3, 1, 1, count_include_pad=False)
+        self.adaptive = nn.Sequential(nn.AdaptiveAvgPool2d((12, None)), nn.AdaptiveMaxPool2d(12))
         self.signal = nn.Conv1d(8, 6, 5, stride=2, dilation=2)
         self.signal_pool = nn.MaxPool1d(2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.norm(self.pool(self.circular(self.same(x))))
-        x = self.up(self.point(self.point(x)))
+        x = self.adaptive(self.mean(self.up(self.point(self.point(x)))))
         out: torch.Tensor = self.signal_pool(self.signal(x.flatten(2)))
         return out
 
@@ -57,10 +59,14 @@ def test_layers_are_those_that_are_computed(device: str, tmp_path: Path) -> None
         ("conv_fwd", (2, 8, 12, 12)),
         ("maxpool2d_fwd", (2, 8, 6, 6)),
         ("conv_fwd", (2, 8, 6, 6)),
+        ("conv_transpose_fwd", (2, 8, 12, 12)),
+        ("avg_pool_fwd", (2, 8, 12, 12)),
+        ("adaptive_avg_pool_fwd", (2, 8, 12, 12)),
+        ("adaptive_max_pool_fwd", (2, 8, 12, 12)),
         ("conv_fwd", (2, 6, 68)),
         ("maxpool2d_fwd", (2, 6, 1, 34)),
     ]
-    assert [layer["count"] for layer in found["layers"]] == [1, 1, 1, 2, 1, 1]
+    assert [layer["count"] for layer in found["layers"]] == [1, 1, 1, 2, 1, 1, 1, 1, 1, 1]
     assert found["layers"][1]["input_size"] == [14, 14], "a circular padding is not zeros"
     assert model.training
     if device == "cpu":

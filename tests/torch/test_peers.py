@@ -123,7 +123,7 @@ def test_other_layers(operation: str, fields: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("operation", "fields", "reason"),
     [
-        ("conv_fwd", {"layer": "mb1ic4ih8oc8kh3", "padding": [[1, 0], [0, 0]]}, "sides alike"),
+        ("conv_fwd", {"layer": "mb1ic4ih8oc8kh3", "padding": [[1, 0], [0, 0]]}, "same padding"),
         ("conv_fwd", {"layer": "g2mb1ic4ih8oc8kh3", "layout": "NHWGC"}, "no layout NHWGC"),
         ("conv_bwd_data", {"layer": "mb1ic4ih8oc8kh3", "alpha": 2.0}, "no epilogue"),
         (

@@ -76,7 +76,8 @@ def kernel(
     run
         The kernel, called with the operation's tensors and parameters as keyword arguments, like
         the methods of `convgrad.Client`. It returns the output, a sequence of all outputs in the
-        operation's order, or a mapping of outputs by name.
+        operation's order, or a mapping of outputs by name. ``stride``, ``dilation`` and sizes are
+        lists with a value per dimension, ``padding`` is a list of [before, after] pairs.
     operation
         Name of the operation, such as ``conv_bwd_data``.
     layer
@@ -93,7 +94,8 @@ def kernel(
     Raises
     ------
     MalformedRequest
-        The layer cannot be read, or the operation does not apply to it.
+        The layer cannot be read, the operation does not apply to it, or the kernel returned no
+        output.
 
     Examples
     --------
@@ -148,7 +150,13 @@ def _outputs(
         named = dict(zip(names, found, strict=False))
     else:
         named = {names[0]: found}
-    return {name: np.array(array) for name, array in named.items() if array is not None}
+    outputs = {name: np.array(array) for name, array in named.items() if array is not None}
+    if not outputs:
+        raise MalformedRequest(
+            f"the kernel returned {found!r}; expected {names[0]} as an array, or a sequence or "
+            f"mapping of {', '.join(names)}"
+        )
+    return outputs
 
 
 def _linear_results(

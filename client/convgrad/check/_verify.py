@@ -259,15 +259,15 @@ def _parts(target: Target, threads: int) -> Iterable[tuple[Span, Reference]]:
 
 def _check_shape(name: str, array: Array, target: Target) -> None:
     try:
-        seen = target.see(array).array.shape
+        seen = target.see(array)
     except (MalformedRequest, ValueError, IndexError) as refused:
         raise InvalidProblem(
             f"{name} has shape {list(array.shape)}, which does not fit this request: {refused}"
         ) from refused
-    if seen != target.shape:
+    if seen.array.shape != target.shape:
         raise InvalidProblem(
-            f"{name} has shape {list(array.shape)}, which is {list(seen)} with the groups apart; "
-            f"expected {list(target.shape)}"
+            f"{name} has shape {list(array.shape)}, which is {list(seen.array.shape)} as "
+            f"({', '.join(seen.axes)}); expected {list(target.shape)}"
         )
 
 

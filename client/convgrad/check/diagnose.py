@@ -58,7 +58,7 @@ def _non_finite(comparison: Comparison) -> str:
     where = f"{first.index}: {_said(first.value)} where {_said(first.reference)} belongs"
     count = comparison.mismatches
     if count == 1:
-        return f"1 element is not what it must be, at {where}"
+        return f"1 element is wrong: {where}"
     return f"{count} elements are NaN or infinite in the wrong places, first at {where}"
 
 

@@ -19,7 +19,7 @@ _DESCRIPTION = """\
 Send one request. Tensors come from .npy, .npz or .safetensors files:
 
   convgrad call conv_bwd_data --input grad_output=gy.npy --input weight=layer.npz:w \\
-      --stride 2 --padding '[1, 1]' --output grad_input.npy
+      --stride 2 --padding 1,1 --output grad_input.npy
 """
 
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Mapping
 from typing import Any
 
 import convgrad
-from convgrad.cli._failures import UsageError
 from convgrad.cli._files import read_tensor
-from convgrad.cli._request import known_tensor, named_values, shape_of
+from convgrad.cli._request import (
+    known_tensor,
+    named_values,
+    parameter_value,
+    set_once,
+    shape_of,
+)
 from convgrad.contract import OPERATIONS
 
 __all__ = ["add_problem_options", "problem_fields", "tensors_of"]
@@ -69,7 +73,7 @@ def add_problem_options(parser: argparse.ArgumentParser, *, files: bool = False)
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="a parameter of the operation, as JSON or plain text",
+        help="a parameter of the operation, such as stride=2 or padding=1,1",
     )
     parser.add_argument("--json", action="store_true", help="print the answer as JSON")
 
@@ -80,16 +84,16 @@ def problem_fields(options: argparse.Namespace) -> dict[str, Any]:
         name: value for name in _FIELDS if (value := getattr(options, name, None)) is not None
     }
     for name, text in named_values("--param", options.param):
-        _set(fields, name, _value(text))
+        set_once(fields, name, parameter_value(text))
     shapes: dict[str, Any] = {}
     for name, text in named_values("--shape", options.shape):
         known_tensor("--shape", options.operation, name)
-        _set(shapes, name, shape_of(name, text))
+        set_once(shapes, name, shape_of(name, text))
     if shapes:
-        _set(fields, "shapes", shapes)
+        set_once(fields, "shapes", shapes)
     for name, source in named_values("--input", getattr(options, "input", [])):
         known_tensor("--input", options.operation, name)
-        _set(fields, name, read_tensor(name, source))
+        set_once(fields, name, read_tensor(name, source))
     return fields
 
 
@@ -116,17 +120,3 @@ def tensors_of(operation: str, fields: Mapping[str, Any]) -> dict[str, Any]:
         for name, shape in missing.items()
     }
     return {**parameters, **drawn, **given}
-
-
-def _set(fields: dict[str, Any], name: str, value: Any) -> None:
-    if name in fields:
-        raise UsageError(f"{name} is given twice")
-    fields[name] = value
-
-
-def _value(text: str) -> Any:
-    """Parse JSON (2, [1, 1], true); return any other text unchanged (NHWC)."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text

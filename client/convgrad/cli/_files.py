@@ -106,7 +106,7 @@ def _read_safetensors(path: Path) -> Tensors:
 def _write_npy(tensors: Tensors, file: IO[bytes]) -> None:
     if len(tensors) != 1:
         names = ", ".join(tensors)
-        raise UsageError(f"--output: .npy holds one tensor, and these came: {names}; use .npz")
+        raise UsageError(f"--output: .npy holds one tensor, but the answer has {names}; use .npz")
     np.save(file, _with_npy_dtype(next(iter(tensors.values()))))
 
 
@@ -124,7 +124,7 @@ def _write_safetensors(tensors: Tensors, file: IO[bytes]) -> None:
 
 def _with_npy_dtype(array: NDArray[Any]) -> NDArray[Any]:
     if DType.of(array.dtype) is DType.BFLOAT16:
-        raise UsageError("--output: .npy and .npz cannot say bfloat16; use .safetensors")
+        raise UsageError("--output: .npy and .npz cannot hold bfloat16; use .safetensors")
     return array
 
 

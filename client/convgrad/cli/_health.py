@@ -17,10 +17,11 @@ def run(argv: Sequence[str]) -> int:
     """Run ``convgrad health`` with these arguments: 0 if the server is ready, else 1."""
     parser = argparse.ArgumentParser(
         prog="convgrad health",
-        description="Ask a server whether it takes work; exit status 0 if it does, else 1.",
+        description="Check whether a server accepts requests; the exit status is 0 if it does, "
+        "otherwise 1.",
         allow_abbrev=False,
     )
-    parser.add_argument("--live", action="store_true", help="ask only whether the process answers")
+    parser.add_argument("--live", action="store_true", help="check only that the process answers")
     parser.add_argument(
         "--url",
         help="address of the server (default: $CONVGRAD_URL, or http://127.0.0.1:8000)",

@@ -17,7 +17,7 @@ def run(argv: Sequence[str]) -> int:
     """Run ``convgrad operations`` with these arguments."""
     parser = argparse.ArgumentParser(
         prog="convgrad operations",
-        description="List the operations of a server; tensors in [brackets] may be left out.",
+        description="List the operations of a server; tensors in [brackets] are optional.",
         allow_abbrev=False,
     )
     parser.add_argument(

@@ -4,6 +4,7 @@ share."""
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import re
 from collections.abc import Iterable, Mapping
@@ -19,7 +20,15 @@ from convgrad.cli._files import read_tensor
 from convgrad.contract import OPERATIONS, Operation
 from convgrad.errors import MalformedRequest
 
-__all__ = ["add_operations", "known_tensor", "named_values", "request_call"]
+__all__ = [
+    "add_operations",
+    "known_tensor",
+    "named_values",
+    "parameter_value",
+    "request_call",
+    "set_once",
+    "shape_of",
+]
 
 # Fields that the client sets itself.
 _NOT_OPTIONS = frozenset({"response", "stored", "store"})
@@ -46,11 +55,13 @@ def request_call(
         if name.startswith(_PARAMETER)
     }
     for name, text in named_values("--param", options.param):
-        _set(arguments, name, _value(text))
+        set_once(arguments, name, parameter_value(text))
     for name, source in named_values("--input", options.input):
-        _set(arguments, known_tensor("--input", options.operation, name), read_tensor(name, source))
+        set_once(
+            arguments, known_tensor("--input", options.operation, name), read_tensor(name, source)
+        )
     for name, tensor in (tensors or {}).items():
-        _set(arguments, name, tensor)
+        set_once(arguments, name, tensor)
     try:
         return make_call(options.operation, arguments, dict)
     except MalformedRequest as refused:  # nothing was sent: the command line is at fault
@@ -103,7 +114,7 @@ def _add_options(
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="a parameter by name, as JSON or bare text; the same as the options below",
+        help="a parameter by name, such as stride=2 or padding=1,1; the same as the options below",
     )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument(
@@ -134,22 +145,28 @@ def _add_parameter(group: argparse._ArgumentGroup, name: str, field: FieldInfo) 
         )
     else:
         group.add_argument(
-            flag, dest=dest, type=_value, metavar="VALUE", default=argparse.SUPPRESS, help=text
+            flag,
+            dest=dest,
+            type=parameter_value,
+            metavar="VALUE",
+            default=argparse.SUPPRESS,
+            help=text,
         )
 
 
-def _set(arguments: dict[str, Any], name: str, value: Any) -> None:
+def set_once(arguments: dict[str, Any], name: str, value: Any) -> None:
+    """Set an argument, or raise UsageError if it has been given before."""
     if name in arguments:
         raise UsageError(f"{name} is given twice")
     arguments[name] = value
 
 
-def _value(text: str) -> Any:
-    """Parse JSON (2, [1, 1], true); return any other text unchanged (NHWC)."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
+def parameter_value(text: str) -> Any:
+    """Parse JSON (2, [1, 1], true) or a list without brackets (1,1); any other text is a string."""
+    for as_json in (text, f"[{text}]") if "," in text else (text,):
+        with contextlib.suppress(ValueError):
+            return json.loads(as_json)
+    return text
 
 
 def _required_first(operation: Operation) -> list[str]:

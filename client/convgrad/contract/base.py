@@ -200,6 +200,15 @@ def _title(model: type[BaseModel]) -> str:
     return model.operation if issubclass(model, Request) else "this object"
 
 
+# What pydantic's types of errors expect, with their `ctx`.
+_EXPECTED = {
+    "greater_than": "a number above {gt:g}",
+    "greater_than_equal": "at least {ge:g}",
+    "less_than_equal": "at most {le:g}",
+    "string_too_long": "at most {max_length} characters",
+}
+
+
 def _sentence(model: type[Request], error: ErrorDetails) -> str:
     path = ".".join(str(part) for part in error["loc"])
     found = shown(error["input"])
@@ -218,5 +227,7 @@ def _sentence(model: type[Request], error: ErrorDetails) -> str:
             return f"{path}: expected true or false, got {found}"
         case "model_type" | "model_attributes_type":
             return f"{path}: expected an object, got {found}"
+        case kind if kind in _EXPECTED:
+            return f"{path}: expected {_EXPECTED[kind].format(**error['ctx'])}, got {found}"
         case _:
-            return f"{path}: {error['msg']}"
+            return f"{path}: {error['msg']}, got {found}"

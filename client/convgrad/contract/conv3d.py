@@ -50,7 +50,7 @@ class Conv3dBackpropInputRequest(ConvGeometry):
     weight: Tensor = Field(description="The filters, in weight_format.")
     input_size: Ints | None = Field(
         default=None,
-        description="Size of the input, [D, H, W] or [N, C, D, H, W]. Left out: the smallest "
+        description="Size of the input, [D, H, W] or [N, C, D, H, W]. By default, the smallest "
         "input that yields grad_output, plus output_padding.",
     )
     weight_size: Ints | None = Field(
@@ -70,7 +70,7 @@ class Conv3dBackpropInputRequest(ConvGeometry):
         default=0, description="Rows that grad_input has beyond the smallest input that fits."
     )
     region: Region | None = Field(
-        default=None, description="Compute this part of grad_input alone; all of it if omitted."
+        default=None, description="Compute only this part of grad_input; all of it if omitted."
     )
 
 

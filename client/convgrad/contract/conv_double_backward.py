@@ -19,31 +19,31 @@ class DoubleBackwardRequest(ConvRequest):
     """The tensors of a double backward pass."""
 
     grad_output: Tensor = Field(
-        description="Gradient with respect to the layer's output, as the backward pass had it."
+        description="Gradient with respect to the layer's output, as given to the backward pass."
     )
     input: Tensor = Field(description="The layer's input.")
     weight: Tensor = Field(description="The filters.")
     grad_grad_input: Tensor | None = Field(
         default=None,
         description="Gradient with respect to the backward pass's grad_input, of input's shape; "
-        "left out, it counts as zero.",
+        "zero if omitted.",
     )
     grad_grad_weight: Tensor | None = Field(
         default=None,
         description="Gradient with respect to the backward pass's grad_weight, of weight's shape; "
-        "left out, it counts as zero.",
+        "zero if omitted.",
     )
     grad_grad_bias: Tensor | None = Field(
         default=None,
         description="Gradient with respect to the backward pass's grad_bias, one value for each "
-        "output channel; left out, it counts as zero.",
+        "output channel; zero if omitted.",
     )
     outputs: Annotated[
         tuple[SecondGradient, ...],
         distinct_choices("grad_grad_output", "grad_input", "grad_weight"),
     ] = Field(
         default=("grad_grad_output", "grad_input", "grad_weight"),
-        description="The gradients wanted.",
+        description="Which gradients to return.",
     )
 
 

@@ -70,5 +70,5 @@ class ConvTransposeBackwardRequest(ConvTransposeRequest):
     outputs: Annotated[
         tuple[Gradient, ...], distinct_choices("grad_input", "grad_weight", "grad_bias")
     ] = Field(
-        default=("grad_input", "grad_weight", "grad_bias"), description="The gradients wanted."
+        default=("grad_input", "grad_weight", "grad_bias"), description="Which gradients to return."
     )

@@ -46,7 +46,7 @@ class ConvGeometry(Request):
     padding: Padding = Field(
         default=0,
         description="Zeros around the input: one int, one per dimension, or a [before, after] pair "
-        "a dimension.",
+        "per dimension.",
     )
     dilation: IntOrInts = Field(
         default=1, description="Step between the taps of a window: one int or one per dimension."
@@ -111,7 +111,7 @@ class ConvBwdDataRequest(ConvRequest):
     weight: Tensor = Field(description="The filters, [K, C/groups, *kernel].")
     input_size: Ints | None = Field(
         default=None,
-        description="Size of the input, spatial alone or the full shape. Left out: the smallest "
+        description="Size of the input, spatial alone or the full shape. By default, the smallest "
         "input that yields grad_output.",
     )
     alpha: Number = Field(default=1.0, description="Factor of the gradient.")
@@ -159,7 +159,7 @@ class GroupedConvBwdWeightRequest(ConvRequest):
         description="Number of parts into which the sum over N and space is divided.",
     )
     outputs: Annotated[tuple[WeightGradient, ...], distinct_choices("grad_weight", "grad_bias")] = (
-        Field(default=("grad_weight",), description="The gradients wanted.")
+        Field(default=("grad_weight",), description="Which gradients to return.")
     )
     alpha: Number = Field(default=1.0, description="Factor of the gradient.")
     beta: Number | None = Field(
@@ -193,5 +193,5 @@ class ConvBackwardRequest(ConvRequest):
     outputs: Annotated[
         tuple[Gradient, ...], distinct_choices("grad_input", "grad_weight", "grad_bias")
     ] = Field(
-        default=("grad_input", "grad_weight", "grad_bias"), description="The gradients wanted."
+        default=("grad_input", "grad_weight", "grad_bias"), description="Which gradients to return."
     )

@@ -23,7 +23,7 @@ class ConvParameters(Parameters):
     padding: Padding = Field(
         default=0,
         description="Zeros around the input: one int, one per dimension, or a [before, after] pair "
-        "a dimension.",
+        "per dimension.",
     )
     dilation: IntOrInts = Field(default=1, description="Step between the taps of a window.")
     groups: Int = Field(default=1, description="Number of blocks the channels are divided into.")

@@ -68,7 +68,7 @@ class MaxPoolFwdRequest(_MaxPoolRequest):
 
     input: Tensor = Field(description="The layer's input, [N, C, *in].")
     return_indices: Flag = Field(
-        default=False, description="Also answer with the index of each maximum."
+        default=False, description="Also return the index of each maximum."
     )
     index_dtype: Literal["int64", "int32"] = Field(
         default="int64", description="Element type of indices."
@@ -96,7 +96,7 @@ class MaxPoolBwdRequest(_MaxPoolRequest):
     indices: IndexTensor | None = Field(
         default=None,
         description="Index of each window's maximum, flat in its (n, c) plane, [N, C, *out], as "
-        "the forward gave it.",
+        "returned by the forward pass.",
     )
     input_size: Ints | None = Field(
         default=None,

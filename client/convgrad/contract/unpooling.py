@@ -14,7 +14,7 @@ __all__ = ["MaxUnpoolBwdRequest", "MaxUnpoolFwdRequest"]
 
 _INDICES = Field(
     description="Where each element of the input goes, flat in its (n, c) plane of the output, "
-    "[N, C, *in], as max pooling gave it."
+    "[N, C, *in], as returned by max pooling."
 )
 
 
@@ -53,8 +53,8 @@ class MaxUnpoolFwdRequest(_MaxUnpoolRequest):
     )
     output_size: Ints | None = Field(
         default=None,
-        description="Size of the output, spatial alone or the full shape; less than a stride from "
-        "the one that is meant otherwise.",
+        description="Size of the output, spatial alone or the full shape; it may differ from the "
+        "default by less than a stride.",
     )
 
 

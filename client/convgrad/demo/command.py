@@ -108,7 +108,7 @@ def _writable(folder: Path) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise DemoError(f"the picture cannot be put into {folder}: {error}") from error
+        raise DemoError(f"the picture cannot be written to {folder}: {error}") from error
     return folder
 
 

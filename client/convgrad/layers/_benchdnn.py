@@ -91,7 +91,7 @@ def parse_benchdnn(text: str) -> Layer:
             options[option] = value
         elif not option.startswith(_IGNORED):
             raise MalformedRequest(
-                f"benchdnn option {word[:64]!r} is not known here; expected --conv, --deconv, "
+                f"benchdnn option {word[:64]!r} is not supported; expected --conv, --deconv, "
                 "--pool, --dt, --dir, --stag or --mb before the problem"
             )
     if not words or _PROBLEM.match(words[-1]) is None:

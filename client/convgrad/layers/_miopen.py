@@ -94,7 +94,7 @@ def parse_miopen(text: str) -> Layer:
     pools = command.startswith("pool")
     mode = options.get("m", "max" if pools else "conv")
     if mode not in (("max", "avg", "avg_in") if pools else ("conv", "trans")):
-        raise MalformedRequest(f"MIOpenDriver mode {mode[:32]!r} is not computed here")
+        raise MalformedRequest(f"MIOpenDriver mode {mode[:32]!r} is not supported")
     ndim = _number(options, "_", 3 if "!" in options else 2)
     kind: Kind = "deconv" if mode == "trans" else "conv"
     if pools:
@@ -128,7 +128,7 @@ def to_miopen(layer: Layer) -> str:
     if layer.kind in ("separable", "adaptive_pool") or layer.ndim == 1 or layer.ceil_mode:
         raise MalformedRequest("MIOpenDriver has no line for such a layer")
     if any(before != after for before, after in layer.padding):
-        raise MalformedRequest("MIOpenDriver pads both sides alike; this layer does not")
+        raise MalformedRequest("MIOpenDriver needs the same padding on both sides")
     dtype = layer.dtype or DType.FLOAT32
     words = [f"{'pool' if layer.pools else 'conv'}{_SUFFIX[dtype]}"]
     words += ["-n", str(layer.batch), "-c", str(layer.in_channels)]
@@ -177,7 +177,7 @@ def _options(words: list[str]) -> dict[str, str]:
         if letter in _IGNORED:
             continue
         if letter not in _LONG.values():
-            raise MalformedRequest(f"MIOpenDriver option {word[:32]!r} is not known here")
+            raise MalformedRequest(f"MIOpenDriver option {word[:32]!r} is not supported")
         options[letter] = value
     return options
 

@@ -58,7 +58,7 @@ def parse_onnx(text: str) -> Layer:
     """
     found = _NODE.match(text)
     if found is None:
-        raise MalformedRequest(f"{text[:64]!r} is no {', '.join(_KINDS)} node")
+        raise MalformedRequest(f"{text[:64]!r} is not one of the nodes {', '.join(_KINDS)}")
     name = found[1]
     kind: Any = _KINDS[name]
     attributes, rest = _attributes(text[found.end() - 1 :])
@@ -136,7 +136,7 @@ def to_onnx(layer: Layer) -> str:
     """Format a layer as a node with shapes; raise MalformedRequest if it cannot be expressed."""
     dtype = _NAMES[layer.dtype or DType.FLOAT32]
     if layer.kind == "separable" or any(size != 1 for size in layer.adaptive_size):
-        raise MalformedRequest("ONNX has no one node for such a layer")
+        raise MalformedRequest("no single ONNX node computes such a layer")
     if layer.kind == "adaptive_pool":
         name = "Max" if layer.operation == "adaptive_max_pool_fwd" else "Average"
         sizes = ",".join(map(str, (layer.batch, layer.in_channels, *layer.input_size)))
@@ -186,7 +186,7 @@ def _attributes(text: str) -> tuple[dict[str, Any], str]:
         values[name] = int(value) if value.lstrip("-").isdigit() else value.strip("\"'")
     for name, value in values.items():
         if name not in _KNOWN:
-            raise MalformedRequest(f"the node's attribute {name[:32]!r} is not computed here")
+            raise MalformedRequest(f"the node's attribute {name[:32]!r} is not supported")
         if not isinstance(value, _KNOWN[name]):
             raise MalformedRequest(f"the node's attribute {name} cannot be {repr(value)[:32]}")
     return values, text[end + 1 :]

@@ -60,7 +60,8 @@ def parse_torch(text: str) -> Layer:
     found = _MODULE.match(text.strip())
     if found is None:
         raise MalformedRequest(
-            f"{text[:64]!r} is no module; expected Conv2d(64, 64, kernel_size=(3, 3), …) on NxCxHxW"
+            f"{text[:64]!r} is not a module; expected Conv2d(64, 64, kernel_size=(3, 3), …) on "
+            "NxCxHxW"
         )
     name, ndim, shape = found[1], int(found[2]), found[4]
     kind: Any = _KINDS[name]
@@ -68,7 +69,7 @@ def parse_torch(text: str) -> Layer:
     if shape is None:
         raise MalformedRequest(
             f"{name}{ndim}d does not say the input's shape; add it: {name}{ndim}d(…) on "
-            f"32x64x{'x'.join(['56'] * ndim)}"
+            f"32x{values.get('in_channels', 64)}x{'x'.join(['56'] * ndim)}"
         )
     sizes = tuple(int(number) for number in _NUMBER.findall(shape))
     if len(sizes) != ndim + 2:
@@ -148,7 +149,7 @@ def _adaptive(name: str, values: dict[str, Any], sizes: tuple[int, ...]) -> Laye
 def to_torch(layer: Layer) -> str:
     """Format a layer as a module's repr; raise MalformedRequest if it cannot be expressed."""
     if layer.kind == "separable" or any(a != b for a, b in layer.padding):
-        raise MalformedRequest("PyTorch has no one module for such a layer")
+        raise MalformedRequest("no single PyTorch module computes such a layer")
     shape = "x".join(map(str, (layer.batch, layer.in_channels, *layer.input_size)))
     if layer.kind == "adaptive_pool":
         name = "Max" if layer.operation == "adaptive_max_pool_fwd" else "Avg"

@@ -67,7 +67,7 @@ def drop_in(
             if not left_to_pytorch(error, _tensors(given, options)[0]):
                 raise
             return compute_by_pytorch(error.detail, given, options)
-        except (TypeError, ValueError) as error:
+        except (AttributeError, TypeError, ValueError) as error:
             if not CHOICE.fallback:
                 raise
             return compute_by_pytorch(str(error), given, options)

@@ -186,7 +186,7 @@ class Front:
             self._call("aoti_torch_library_impl", handle, name.encode(), _POINTER(kernel))
 
     def check(self) -> None:
-        """Raise LookupError if this PyTorch passes arguments in another way than expected."""
+        """Raise LookupError if this PyTorch passes arguments differently than expected."""
         library, handle, words = (
             torch.library.Library(_NAMESPACE, "FRAGMENT"),
             _POINTER(),
@@ -207,7 +207,7 @@ class Front:
         wanted = [2 << 32 | self._dtypes[torch.float64], 2, 3, 3, 1]
         wanted += [1, 1, 7, 2, 4, 9, 1, 5, 3, 1, 0, 1, 0]
         if list((_U64 * len(wanted)).from_address(words.value or 0)) != wanted:
-            raise LookupError(f"PyTorch {torch.__version__} passes arguments in another way")
+            raise LookupError(f"PyTorch {torch.__version__} passes arguments differently")
 
     def choose(self, backend: Any, fallback: bool) -> None:
         """Have calls answered as `use(backend, fallback=fallback)` asks."""

@@ -14,17 +14,35 @@ from convgrad.torch._tensors import dense, dtype_name, is_channels_last
 __all__ = ["layers_of"]
 
 _ATEN = torch.ops.aten
-# PyTorch computes 1D max pooling as that of images with one line.
-_POOLS: Mapping[Any, int | None] = {
-    _ATEN.max_pool2d_with_indices: 2,
-    _ATEN.max_pool3d_with_indices: 3,
-    OPS.max_pool: None,  # as the input, which has a batch
+# The kind of each operator of pooling and its rank: None if the input, which then has a batch,
+# determines it. PyTorch computes 1D pooling as that of images with one line.
+_POOLS: Mapping[Any, tuple[str, int | None]] = {
+    _ATEN.max_pool2d_with_indices: ("maxpool", 2),
+    _ATEN.max_pool3d_with_indices: ("maxpool", 3),
+    OPS.max_pool: ("maxpool", None),
+    _ATEN.avg_pool2d: ("avg_pool", 2),
+    _ATEN.avg_pool3d: ("avg_pool", 3),
+    OPS.avg_pool: ("avg_pool", None),
+    _ATEN._adaptive_avg_pool2d: ("adaptive_avg_pool", 2),
+    _ATEN._adaptive_avg_pool3d: ("adaptive_avg_pool", 3),
+    OPS.adaptive_avg_pool: ("adaptive_avg_pool", None),
+    _ATEN.adaptive_max_pool2d: ("adaptive_max_pool", 2),
+    _ATEN.adaptive_max_pool3d: ("adaptive_max_pool", 3),
+    OPS.adaptive_max_pool: ("adaptive_max_pool", None),
+}
+# Their parameters after the input, as fields of a layer.
+_WINDOW = ("kernel_size", "stride", "padding")
+_PARAMETERS: Mapping[str, tuple[str, ...]] = {
+    "maxpool": (*_WINDOW, "dilation", "ceil_mode"),
+    "avg_pool": (*_WINDOW, "ceil_mode", "count_include_pad"),
+    "adaptive_avg_pool": ("output_size",),
+    "adaptive_max_pool": ("output_size",),
 }
 _LAYOUTS = {1: ("NCW", "NWC"), 2: ("NCHW", "NHWC"), 3: ("NCDHW", "NDHWC")}
 
 
 def layers_of(model: Callable[..., Any], *inputs: Any, **options: Any) -> dict[str, Any]:
-    """Return the distinct convolutions and max poolings that a model computes.
+    """Return the distinct convolutions and poolings that a model computes.
 
     The model is called once, in evaluation mode. With ``torch.device("meta")`` tensors nothing is
     computed::
@@ -33,8 +51,8 @@ def layers_of(model: Callable[..., Any], *inputs: Any, **options: Any) -> dict[s
         Path("layers.json").write_text(json.dumps(layers))
 
     ``convgrad serve --warm-up layers.json`` compiles and runs their kernels before the server is
-    ready, and ``convgrad kernels tune --layers layers.json`` finds their fastest configurations on
-    your GPU. Transposed convolutions and other poolings are left out.
+    ready, and ``convgrad kernels tune --layers layers.json`` finds the fastest configurations of
+    the convolutions on your GPU.
 
     Parameters
     ----------
@@ -85,8 +103,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
         elif operator is OPS.separable_convolution:
             self._separable(result, *args)
         elif operator in _POOLS:
-            output = result[0] if isinstance(result, tuple) else result
-            self._pooling(_POOLS[operator] or output.dim() - 2, output, *args)
+            self._pooling(*_POOLS[operator], *args)
         return result
 
     def _separable(
@@ -121,58 +138,43 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
         groups: int,
     ) -> None:
         ndim = input.dim() - 2
-        if transposed or ndim not in _LAYOUTS:
+        if ndim not in _LAYOUTS:
             return
+        more = {"output_padding": _each(output_padding, ndim)} if transposed else {}
         self._add(
             (input, weight),
             {
-                "kind": "conv",
+                "kind": "conv_transpose" if transposed else "conv",
                 "ndim": ndim,
                 "C": input.shape[1],
-                "K": weight.shape[0],
+                "K": weight.shape[1] * groups if transposed else weight.shape[0],
                 "groups": groups,
                 "input_size": list(input.shape[2:]),
                 "kernel_size": list(weight.shape[2:]),
                 "stride": _each(stride, ndim),
                 "padding": _each(padding, ndim),
                 "dilation": _each(dilation, ndim),
+                **more,
             },
         )
 
-    def _pooling(
-        self,
-        ndim: int,
-        output: torch.Tensor,
-        input: torch.Tensor,
-        kernel: Sequence[int],
-        stride: Sequence[int] = (),
-        padding: Sequence[int] = (0,),
-        dilation: Sequence[int] = (1,),
-        ceil_mode: bool = False,
-    ) -> None:
-        if input.dim() == ndim + 1:
-            input, output = input.unsqueeze(0), output.unsqueeze(0)
-        windows = _each(kernel, ndim)
-        strides = _each(stride, ndim) if stride else windows
-        befores, dilations = _each(padding, ndim), _each(dilation, ndim)
-        # With ceil_mode, the last window may reach beyond the padding.
-        afters = [
-            max(before, (out - 1) * step + apart * (window - 1) + 1 - size - before)
-            for before, out, step, apart, window, size in zip(
-                befores, output.shape[2:], strides, dilations, windows, input.shape[2:], strict=True
-            )
-        ]
+    def _pooling(self, kind: str, ndim: int | None, input: torch.Tensor, *values: Any) -> None:
+        rank = ndim or input.dim() - 2
+        whole = input.unsqueeze(0) if input.dim() == rank + 1 else input
+        given = dict(zip(_PARAMETERS[kind], values, strict=False))  # defaults may be left out
+        if not given.get("stride", True):
+            del given["stride"]  # an empty list: the window's
         self._add(
-            (input,),
+            (whole,),
             {
-                "kind": "maxpool",
-                "ndim": ndim,
-                "C": input.shape[1],
-                "input_size": list(input.shape[2:]),
-                "kernel_size": windows,
-                "stride": strides,
-                "padding": [list(pair) for pair in zip(befores, afters, strict=True)],
-                "dilation": dilations,
+                "kind": kind,
+                "ndim": rank,
+                "C": whole.shape[1],
+                "input_size": list(whole.shape[2:]),
+                **{
+                    name: value if isinstance(value, bool) else _each(value, rank)
+                    for name, value in given.items()
+                },
             },
         )
 

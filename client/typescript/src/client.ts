@@ -213,7 +213,7 @@ export class Client {
     });
   }
 
-  /** Whether the server takes work. */
+  /** Whether the server accepts requests. */
   async isReady(options: CallOptions = {}): Promise<boolean> {
     try {
       const signal = this.#signal(options);

@@ -607,7 +607,7 @@ export interface components {
             input?: components["schemas"]["FloatTensor"] | null;
             /**
              * Indices
-             * @description Index of each window's maximum, flat in its (n, c) plane, [N, C, *out], as the forward gave it.
+             * @description Index of each window's maximum, flat in its (n, c) plane, [N, C, *out], as returned by the forward pass.
              * @default null
              */
             indices?: components["schemas"]["IndexTensor"] | null;
@@ -679,7 +679,7 @@ export interface components {
             output_size: number | unknown[];
             /**
              * Return Indices
-             * @description Also answer with the index of each maximum.
+             * @description Also return the index of each maximum.
              * @default false
              */
             return_indices?: boolean;
@@ -923,7 +923,7 @@ export interface components {
             stride?: number | number[] | null;
             /**
              * Padding
-             * @description Zeros around the input: one int, one per dimension, or a [before, after] pair a dimension. By default 0.
+             * @description Zeros around the input: one int, one per dimension, or a [before, after] pair per dimension. By default 0.
              * @default null
              */
             padding?: number | number[] | number[][] | null;
@@ -958,7 +958,7 @@ export interface components {
             weight: components["schemas"]["FloatTensor"];
             /**
              * Input Size
-             * @description Size of the input, [D, H, W] or [N, C, D, H, W]. Left out: the smallest input that yields grad_output, plus output_padding.
+             * @description Size of the input, [D, H, W] or [N, C, D, H, W]. By default, the smallest input that yields grad_output, plus output_padding.
              * @default null
              */
             input_size?: number[] | null;
@@ -996,7 +996,7 @@ export interface components {
              */
             output_padding?: number | number[] | null;
             /**
-             * @description Compute this part of grad_input alone; all of it if omitted.
+             * @description Compute only this part of grad_input; all of it if omitted.
              * @default null
              */
             region?: components["schemas"]["Region"] | null;
@@ -1050,7 +1050,7 @@ export interface components {
             stride?: number | number[] | null;
             /**
              * Padding
-             * @description Zeros around the input: one int, one per dimension, or a [before, after] pair a dimension. By default 0.
+             * @description Zeros around the input: one int, one per dimension, or a [before, after] pair per dimension. By default 0.
              * @default null
              */
             padding?: number | number[] | number[][] | null;
@@ -1151,7 +1151,7 @@ export interface components {
             stride?: number | number[] | null;
             /**
              * Padding
-             * @description Zeros around the input: one int, one per dimension, or a [before, after] pair a dimension. By default 0.
+             * @description Zeros around the input: one int, one per dimension, or a [before, after] pair per dimension. By default 0.
              * @default null
              */
             padding?: number | number[] | number[][] | null;
@@ -1197,7 +1197,7 @@ export interface components {
             weight: components["schemas"]["FloatTensor"];
             /**
              * Outputs
-             * @description The gradients wanted.
+             * @description Which gradients to return.
              * @default [
              *       "grad_input",
              *       "grad_weight",
@@ -1257,7 +1257,7 @@ export interface components {
             stride?: number | number[] | null;
             /**
              * Padding
-             * @description Zeros around the input: one int, one per dimension, or a [before, after] pair a dimension. By default 0.
+             * @description Zeros around the input: one int, one per dimension, or a [before, after] pair per dimension. By default 0.
              * @default null
              */
             padding?: number | number[] | number[][] | null;
@@ -1298,7 +1298,7 @@ export interface components {
             weight: components["schemas"]["FloatTensor"];
             /**
              * Input Size
-             * @description Size of the input, spatial alone or the full shape. Left out: the smallest input that yields grad_output.
+             * @description Size of the input, spatial alone or the full shape. By default, the smallest input that yields grad_output.
              * @default null
              */
             input_size?: number[] | null;
@@ -1373,7 +1373,7 @@ export interface components {
             stride?: number | number[] | null;
             /**
              * Padding
-             * @description Zeros around the input: one int, one per dimension, or a [before, after] pair a dimension. By default 0.
+             * @description Zeros around the input: one int, one per dimension, or a [before, after] pair per dimension. By default 0.
              * @default null
              */
             padding?: number | number[] | number[][] | null;
@@ -1404,7 +1404,7 @@ export interface components {
             layout?: string | null;
             /**
              * Grad Output
-             * @description Gradient with respect to the layer's output, as the backward pass had it.
+             * @description Gradient with respect to the layer's output, as given to the backward pass.
              */
             grad_output: components["schemas"]["FloatTensor"];
             /**
@@ -1419,25 +1419,25 @@ export interface components {
             weight: components["schemas"]["FloatTensor"];
             /**
              * Grad Grad Input
-             * @description Gradient with respect to the backward pass's grad_input, of input's shape; left out, it counts as zero.
+             * @description Gradient with respect to the backward pass's grad_input, of input's shape; zero if omitted.
              * @default null
              */
             grad_grad_input?: components["schemas"]["FloatTensor"] | null;
             /**
              * Grad Grad Weight
-             * @description Gradient with respect to the backward pass's grad_weight, of weight's shape; left out, it counts as zero.
+             * @description Gradient with respect to the backward pass's grad_weight, of weight's shape; zero if omitted.
              * @default null
              */
             grad_grad_weight?: components["schemas"]["FloatTensor"] | null;
             /**
              * Grad Grad Bias
-             * @description Gradient with respect to the backward pass's grad_bias, one value for each output channel; left out, it counts as zero.
+             * @description Gradient with respect to the backward pass's grad_bias, one value for each output channel; zero if omitted.
              * @default null
              */
             grad_grad_bias?: components["schemas"]["FloatTensor"] | null;
             /**
              * Outputs
-             * @description The gradients wanted.
+             * @description Which gradients to return.
              * @default [
              *       "grad_grad_output",
              *       "grad_input",
@@ -1497,7 +1497,7 @@ export interface components {
             stride?: number | number[] | null;
             /**
              * Padding
-             * @description Zeros around the input: one int, one per dimension, or a [before, after] pair a dimension. By default 0.
+             * @description Zeros around the input: one int, one per dimension, or a [before, after] pair per dimension. By default 0.
              * @default null
              */
             padding?: number | number[] | number[][] | null;
@@ -1556,7 +1556,7 @@ export interface components {
             stride?: number | number[] | null;
             /**
              * Padding
-             * @description Zeros around the input: one int, one per dimension, or a [before, after] pair a dimension. By default 0.
+             * @description Zeros around the input: one int, one per dimension, or a [before, after] pair per dimension. By default 0.
              * @default null
              */
             padding?: number | number[] | number[][] | null;
@@ -1624,7 +1624,7 @@ export interface components {
             stride?: number | number[] | null;
             /**
              * Padding
-             * @description Zeros around the input: one int, one per dimension, or a [before, after] pair a dimension. By default 0.
+             * @description Zeros around the input: one int, one per dimension, or a [before, after] pair per dimension. By default 0.
              * @default null
              */
             padding?: number | number[] | number[][] | null;
@@ -1676,7 +1676,7 @@ export interface components {
             weight: components["schemas"]["FloatTensor"];
             /**
              * Outputs
-             * @description The gradients wanted.
+             * @description Which gradients to return.
              * @default [
              *       "grad_input",
              *       "grad_weight",
@@ -1737,7 +1737,7 @@ export interface components {
             stride?: number | number[] | null;
             /**
              * Padding
-             * @description Zeros around the input: one int, one per dimension, or a [before, after] pair a dimension. By default 0.
+             * @description Zeros around the input: one int, one per dimension, or a [before, after] pair per dimension. By default 0.
              * @default null
              */
             padding?: number | number[] | number[][] | null;
@@ -1774,7 +1774,7 @@ export interface components {
             output_padding?: number | number[] | null;
             /**
              * Grad Output
-             * @description Gradient with respect to the layer's output, as the backward pass had it.
+             * @description Gradient with respect to the layer's output, as given to the backward pass.
              */
             grad_output: components["schemas"]["FloatTensor"];
             /**
@@ -1789,25 +1789,25 @@ export interface components {
             weight: components["schemas"]["FloatTensor"];
             /**
              * Grad Grad Input
-             * @description Gradient with respect to the backward pass's grad_input, of input's shape; left out, it counts as zero.
+             * @description Gradient with respect to the backward pass's grad_input, of input's shape; zero if omitted.
              * @default null
              */
             grad_grad_input?: components["schemas"]["FloatTensor"] | null;
             /**
              * Grad Grad Weight
-             * @description Gradient with respect to the backward pass's grad_weight, of weight's shape; left out, it counts as zero.
+             * @description Gradient with respect to the backward pass's grad_weight, of weight's shape; zero if omitted.
              * @default null
              */
             grad_grad_weight?: components["schemas"]["FloatTensor"] | null;
             /**
              * Grad Grad Bias
-             * @description Gradient with respect to the backward pass's grad_bias, one value for each output channel; left out, it counts as zero.
+             * @description Gradient with respect to the backward pass's grad_bias, one value for each output channel; zero if omitted.
              * @default null
              */
             grad_grad_bias?: components["schemas"]["FloatTensor"] | null;
             /**
              * Outputs
-             * @description The gradients wanted.
+             * @description Which gradients to return.
              * @default [
              *       "grad_grad_output",
              *       "grad_input",
@@ -1868,7 +1868,7 @@ export interface components {
             stride?: number | number[] | null;
             /**
              * Padding
-             * @description Zeros around the input: one int, one per dimension, or a [before, after] pair a dimension. By default 0.
+             * @description Zeros around the input: one int, one per dimension, or a [before, after] pair per dimension. By default 0.
              * @default null
              */
             padding?: number | number[] | number[][] | null;
@@ -1971,7 +1971,7 @@ export interface components {
             stride?: number | number[] | null;
             /**
              * Padding
-             * @description Zeros around the input: one int, one per dimension, or a [before, after] pair a dimension. By default 0.
+             * @description Zeros around the input: one int, one per dimension, or a [before, after] pair per dimension. By default 0.
              * @default null
              */
             padding?: number | number[] | number[][] | null;
@@ -2030,7 +2030,7 @@ export interface components {
             split_k?: "auto" | number | null;
             /**
              * Outputs
-             * @description The gradients wanted.
+             * @description Which gradients to return.
              * @default [
              *       "grad_weight"
              *     ]
@@ -2244,7 +2244,7 @@ export interface components {
             input?: components["schemas"]["FloatTensor"] | null;
             /**
              * Indices
-             * @description Index of each window's maximum, flat in its (n, c) plane, [N, C, *out], as the forward gave it.
+             * @description Index of each window's maximum, flat in its (n, c) plane, [N, C, *out], as returned by the forward pass.
              * @default null
              */
             indices?: components["schemas"]["IndexTensor"] | null;
@@ -2339,7 +2339,7 @@ export interface components {
             input: components["schemas"]["FloatTensor"];
             /**
              * Return Indices
-             * @description Also answer with the index of each maximum.
+             * @description Also return the index of each maximum.
              * @default false
              */
             return_indices?: boolean;
@@ -2440,7 +2440,7 @@ export interface components {
             input?: components["schemas"]["FloatTensor"] | null;
             /**
              * Indices
-             * @description Index of each window's maximum, flat in its (n, c) plane, [N, C, *out], as the forward gave it.
+             * @description Index of each window's maximum, flat in its (n, c) plane, [N, C, *out], as returned by the forward pass.
              * @default null
              */
             indices?: components["schemas"]["IndexTensor"] | null;
@@ -2535,7 +2535,7 @@ export interface components {
             input: components["schemas"]["FloatTensor"];
             /**
              * Return Indices
-             * @description Also answer with the index of each maximum.
+             * @description Also return the index of each maximum.
              * @default false
              */
             return_indices?: boolean;
@@ -2636,7 +2636,7 @@ export interface components {
             input?: components["schemas"]["FloatTensor"] | null;
             /**
              * Indices
-             * @description Index of each window's maximum, flat in its (n, c) plane, [N, C, *out], as the forward gave it.
+             * @description Index of each window's maximum, flat in its (n, c) plane, [N, C, *out], as returned by the forward pass.
              * @default null
              */
             indices?: components["schemas"]["IndexTensor"] | null;
@@ -2731,7 +2731,7 @@ export interface components {
             input: components["schemas"]["FloatTensor"];
             /**
              * Return Indices
-             * @description Also answer with the index of each maximum.
+             * @description Also return the index of each maximum.
              * @default false
              */
             return_indices?: boolean;
@@ -2797,7 +2797,7 @@ export interface components {
             grad_output: components["schemas"]["FloatTensor"];
             /**
              * Indices
-             * @description Where each element of the input goes, flat in its (n, c) plane of the output, [N, C, *in], as max pooling gave it.
+             * @description Where each element of the input goes, flat in its (n, c) plane of the output, [N, C, *in], as returned by max pooling.
              */
             indices: components["schemas"]["IndexTensor"];
         };
@@ -2856,7 +2856,7 @@ export interface components {
             input: components["schemas"]["FloatTensor"];
             /**
              * Indices
-             * @description Where each element of the input goes, flat in its (n, c) plane of the output, [N, C, *in], as max pooling gave it.
+             * @description Where each element of the input goes, flat in its (n, c) plane of the output, [N, C, *in], as returned by max pooling.
              */
             indices: components["schemas"]["IndexTensor"];
             /**
@@ -2878,7 +2878,7 @@ export interface components {
             padding?: number | number[] | null;
             /**
              * Output Size
-             * @description Size of the output, spatial alone or the full shape; less than a stride from the one that is meant otherwise.
+             * @description Size of the output, spatial alone or the full shape; it may differ from the default by less than a stride.
              * @default null
              */
             output_size?: number[] | null;

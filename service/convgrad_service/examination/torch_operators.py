@@ -95,8 +95,8 @@ def _layout(problem: Any, name: str) -> str | None:
 def _conv(conv: Any, *, transposed: bool = False) -> tuple[Any, ...]:
     """Return stride, padding, dilation, transposed, output_padding and groups.
 
-    PyTorch pads both sides alike. Padding after the last window does not matter, so what matters
-    is whether the sizes are those of PyTorch; a transposed convolution has output_padding for it.
+    PyTorch takes the same padding on both sides. Padding after the last window does not matter, so
+    it suffices that the sizes are PyTorch's; a transposed convolution has output_padding for it.
     """
     padding = [before for before, _ in conv.padding]
     rows = zip(
@@ -114,7 +114,7 @@ def _conv(conv: Any, *, transposed: bool = False) -> tuple[Any, ...]:
         max(s, d) if transposed else s for s, d in zip(conv.stride, conv.dilation, strict=True)
     ]
     if not all(0 <= each < limit for each, limit in zip(extra, limits, strict=True)):
-        raise NoOperator("PyTorch pads both sides alike")
+        raise NoOperator("PyTorch takes the same padding on both sides")
     output_padding = extra if transposed else [0] * len(extra)
     return list(conv.stride), padding, list(conv.dilation), transposed, output_padding, conv.groups
 
@@ -187,7 +187,7 @@ def _made(outputs: Any) -> Any:
 
 def _even(padding: Any) -> list[int]:
     if any(before != after for before, after in padding):
-        raise NoOperator("PyTorch pads both sides alike")
+        raise NoOperator("PyTorch takes the same padding on both sides")
     return [before for before, _ in padding]
 
 

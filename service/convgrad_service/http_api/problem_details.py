@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 from http import HTTPStatus
@@ -9,6 +10,7 @@ from typing import Any
 
 from starlette.exceptions import HTTPException
 
+from convgrad.contract import OPERATIONS
 from convgrad.errors import (
     Internal,
     MalformedRequest,
@@ -75,7 +77,12 @@ def internal(request_id: str) -> Internal:
 def from_http_exception(error: HTTPException, method: str, path: str) -> ServiceError:
     """Convert an error that Starlette or FastAPI raised, such as 404 and 405."""
     if error.status_code == 404:
-        return NotFound(f"no resource at {path[:200]!r}; GET /operations lists the operations")
+        name = path.rstrip("/").rpartition("/")[2][:64]
+        near = difflib.get_close_matches(name, OPERATIONS, n=1)
+        hint = f", did you mean '/{near[0]}'?" if near else ""
+        return NotFound(
+            f"no resource at {path[:200]!r}{hint}; GET /operations lists the operations"
+        )
     if error.status_code == 405:
         # Starlette lists a set, in any order.
         allowed = ", ".join(sorted((error.headers or {})["Allow"].split(", ")))

@@ -252,7 +252,7 @@ def _stated(
         if layer is not None:
             parameters["input_size"] = list(layer.input_size)
     elif "indices" in shapes and not operation.name.startswith("max_unpool"):
-        raise MalformedRequest("indices cannot be drawn; send them, or the input in their place")
+        raise MalformedRequest("indices cannot be drawn; send them, or the input instead")
     return shapes, {**parameters, **own}
 
 

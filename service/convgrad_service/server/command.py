@@ -120,12 +120,17 @@ def _run(settings: Settings, port_file: Path | None) -> int:
     except TlsError as error:
         _print_error(settings.log_format, str(error))
         return 2
+    bound: list[socket.socket] = []
     try:
-        listening: socket.socket = listening_socket(settings.http_host, settings.http_port)
+        for port in (settings.http_port, settings.grpc_port):
+            bound.append(listening_socket(settings.http_host, port))
     except OSError as error:
-        where = f"{settings.http_host}:{settings.http_port}"
-        _print_error(settings.log_format, f"cannot listen on {where}: {error}")
+        for each in bound:
+            each.close()
+        _print_error(settings.log_format, f"cannot listen on {settings.http_host}:{port}: {error}")
         return 1
+    listening, for_grpc = bound
+    for_grpc.close()  # grpcio binds it later, and would not say why it cannot
 
     prepare_process(settings)
     allowed = _allow_descriptors(settings)
@@ -167,7 +172,7 @@ def _run(settings: Settings, port_file: Path | None) -> int:
             _print_error(
                 settings.log_format,
                 f"cannot map {arena_bytes:,} bytes of memory for tensors: {error}; "
-                "--memory-bytes (CONVGRAD_MEMORY_BYTES) makes it less",
+                "--memory-bytes (CONVGRAD_MEMORY_BYTES) reduces it",
             )
             return 1
         try:

@@ -32,9 +32,7 @@ def probe(argv: Sequence[str] | None = None) -> int:
         "checks that the port is open, because a probe has no certificate.",
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--live", action="store_true", help="check only whether the process answers"
-    )
+    parser.add_argument("--live", action="store_true", help="check only that the process answers")
     parser.add_argument(
         "--timeout",
         type=float,

@@ -66,7 +66,7 @@ def valid_origins(origins: str) -> str:
     for origin in filter(None, map(str.strip, origins.split(","))):
         if not re.fullmatch(r"\*|null|[a-z][a-z0-9+.-]*://[^/\sA-Z]+", origin):
             raise ValueError(
-                f"{origin!r} is no origin; expected scheme://host or scheme://host:port, in lower "
-                "case and without a path, or *"
+                f"{origin!r} is not an origin; expected scheme://host or scheme://host:port, in "
+                "lower case and without a path, or *"
             )
     return origins

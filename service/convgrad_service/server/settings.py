@@ -32,8 +32,8 @@ _SERVICE_VARIABLE = re.compile(
 )
 
 _KiB, _MiB, _GiB = 2**10, 2**20, 2**30
-# Positive, because a limit of zero would refuse every request.
-_Bytes = Annotated[ByteSize, Field(gt=0, json_schema_extra={"unit": "bytes"})]
+# Positive, because a limit of zero would refuse every request; and what C's integers can hold.
+_Bytes = Annotated[ByteSize, Field(gt=0, le=2**62, json_schema_extra={"unit": "bytes"})]
 _Number = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 # 23 days: grpcio and poll() count milliseconds in 32 bits.
 _LONGEST_S = 2_000_000
@@ -41,7 +41,7 @@ _Seconds = Annotated[_Number, Field(le=_LONGEST_S, json_schema_extra={"unit": "s
 _WholeSeconds = Annotated[int, Field(gt=0, le=_LONGEST_S, json_schema_extra={"unit": "s"})]
 _Pause = Annotated[float, Field(ge=0, le=_LONGEST_S, json_schema_extra={"unit": "s"})]
 _Flops = Annotated[_Number, Field(json_schema_extra={"unit": "FLOP"})]
-_Count = Annotated[int, Field(gt=0, json_schema_extra={"unit": "count"})]
+_Count = Annotated[int, Field(gt=0, le=10**9, json_schema_extra={"unit": "count"})]
 # All are started at once: a slip of the keyboard must not exhaust the machine.
 _Processes = Annotated[int, Field(gt=0, le=256, json_schema_extra={"unit": "count"})]
 _Threads = Annotated[int, Field(gt=0, le=1024, json_schema_extra={"unit": "count"})]
@@ -58,7 +58,7 @@ class Settings(BaseSettings):
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_unknown_variables(cls, values: Any) -> Any:
+    def _refuse_unknown_and_empty_variables(cls, values: Any) -> Any:
         for variable in sorted(os.environ):
             name = variable.upper()
             if name.startswith(_PREFIX) and not _is_known(variable):
@@ -67,11 +67,14 @@ class Settings(BaseSettings):
                 near = difflib.get_close_matches(name[len(_PREFIX) :], known, n=1)
                 hint = f", did you mean {_PREFIX}{near[0]}?" if near else ""
                 raise ValueError(f"{variable} is not the name of a setting{hint}")
+        for name, value in values.items():
+            if value == "":  # an empty path would be the current folder
+                variable = f"{_PREFIX}{name.upper()}"
+                raise ValueError(f"{variable} is empty; expected a value, or none for the default")
         return values
 
     http_host: str = Field(
         default="127.0.0.1",
-        min_length=1,
         description="Address to listen on. The default is reachable from this machine only.",
     )
     http_port: _Port = Field(
@@ -90,7 +93,6 @@ class Settings(BaseSettings):
     )
     service_name: str | None = Field(
         default=None,
-        min_length=1,
         description="Name of an additional model that is ready when the server is. KServe checks "
         "the readiness of a model named like its service. Unset means none.",
     )
@@ -231,10 +233,9 @@ class Settings(BaseSettings):
         description="Maximum size of a binary HTTP body: safetensors, or the Open Inference "
         "Protocol's.",
     )
-    grpc_max_message_bytes: Annotated[
-        ByteSize, Field(gt=0, lt=2**31, json_schema_extra={"unit": "bytes"})
-    ] = Field(
+    grpc_max_message_bytes: _Bytes = Field(
         default=ByteSize(512 * _MiB),
+        lt=2**31,
         description="Maximum size of a gRPC message after decompression; protobuf allows 2 GiB. "
         "Send larger tensors over HTTP or in shared memory.",
     )
@@ -327,6 +328,7 @@ class Settings(BaseSettings):
     max_header_bytes: _Bytes = Field(
         default=ByteSize(64 * _KiB),
         ge=_KiB,  # or health checks would be refused
+        le=_GiB,
         description="Maximum size of the request line and headers together.",
     )
     max_connections: _Count = Field(

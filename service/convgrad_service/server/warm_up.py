@@ -14,8 +14,10 @@ network layers; the forward operation and all gradients of each are computed:
          "dilation": [1, 1]},
         {"kind": "maxpool", ...}]}
 
-A layer may override batch (a number or a list), dtype and layout. The defaults are batch 1, float32
-and channels first.
+The other kinds are conv_transpose (with output_padding), avg_pool (with count_include_pad),
+adaptive_avg_pool and adaptive_max_pool (with output_size and no window). Poolings may have
+ceil_mode. A layer may override batch (a number or a list), dtype and layout. The defaults are
+batch 1, float32, channels first, and otherwise PyTorch's.
 """
 
 from __future__ import annotations
@@ -47,7 +49,11 @@ _log = logging.getLogger("convgrad.warm_up")
 # The kinds of layers in a file: `Layer.kind`, and operations, whose names may contain `ndim`.
 _KINDS: Mapping[str, tuple[Kind, tuple[str, ...]]] = {
     "conv": ("conv", ("conv_fwd", "conv_bwd_data", "grouped_conv_bwd_weight")),
+    "conv_transpose": ("deconv", ("conv_transpose_fwd", "conv_transpose_backward")),
     "maxpool": ("pool", ("maxpool{}d_fwd", "maxpool{}d_bwd")),
+    "avg_pool": ("avg_pool", ("avg_pool_fwd", "avg_pool_bwd")),
+    "adaptive_avg_pool": ("adaptive_pool", ("adaptive_avg_pool_fwd", "adaptive_avg_pool_bwd")),
+    "adaptive_max_pool": ("adaptive_pool", ("adaptive_max_pool_fwd", "adaptive_max_pool_bwd")),
 }
 
 
@@ -173,10 +179,11 @@ def _layer_requests(given: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, A
 
 
 def _layer(given: Mapping[str, Any], kind: Kind) -> layers.Layer:
-    pools, channels = kind == "pool", _field(given, "C", _INT)
-    kernel = _field(given, "kernel_size", _INTS)
-    ones = [1] * len(kernel)
-    padding = _field(given, "padding", _PADDING, [0] * len(kernel))
+    pools, adaptive = kind not in ("conv", "deconv"), kind == "adaptive_pool"
+    channels = _field(given, "C", _INT)
+    kernel = [] if adaptive else _field(given, "kernel_size", _INTS)
+    zeros, ones = [0] * len(kernel), [1] * len(kernel)
+    padding = [] if adaptive else _field(given, "padding", _PADDING, zeros)
     return layers.Layer(
         kind=kind,
         batch=_field(given, "batch", _INT),
@@ -188,6 +195,10 @@ def _layer(given: Mapping[str, Any], kind: Kind) -> layers.Layer:
         stride=tuple(_field(given, "stride", _INTS, kernel if pools else ones)),
         padding=tuple((each, each) if isinstance(each, int) else tuple(each) for each in padding),
         dilation=tuple(_field(given, "dilation", _INTS, ones)),
+        output_padding=tuple(_field(given, "output_padding", _INTS, zeros)),
+        ceil_mode=_field(given, "ceil_mode", _BOOL, False),
+        count_include_pad=_field(given, "count_include_pad", _BOOL, True),
+        adaptive_size=tuple(_field(given, "output_size", _INTS)) if adaptive else (),
         layout=None if given.get("layout") is None else _field(given, "layout", _TEXT),
     )
 
@@ -202,13 +213,17 @@ def _are_pairs(value: Any) -> bool:
 
 _Expected = tuple[str, Callable[[Any], bool]]
 _TEXT: _Expected = "text", lambda value: isinstance(value, str)
+_BOOL: _Expected = "true or false", lambda value: isinstance(value, bool)
 _INT: _Expected = "an integer", lambda value: type(value) is int
 _INTS: _Expected = "a list of integers", _are_ints
 _PADDING: _Expected = (
     "a list of integers or of pairs of them",
     lambda value: _are_ints(value) or _are_pairs(value),
 )
-_KIND: _Expected = " or ".join(_KINDS), lambda value: isinstance(value, str) and value in _KINDS
+_KIND: _Expected = (
+    f"one of {', '.join(_KINDS)}",
+    lambda value: isinstance(value, str) and value in _KINDS,
+)
 
 
 def _field(given: Mapping[str, Any], name: str, expected: _Expected, default: Any = None) -> Any:

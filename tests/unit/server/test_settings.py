@@ -66,6 +66,10 @@ def test_ports_that_the_system_chooses_are_not_the_same() -> None:
         ("cors_origins", "https://lab.example/"),
         ("cors_origins", "https://lab.example,https://Lab.example"),
         ("max_queue", "-1"),
+        ("max_connections", "4294967296"),
+        ("max_header_bytes", "2GiB"),
+        ("memory_bytes", "99999999999999999999"),
+        ("grpc_max_message_bytes", "2GiB"),
         ("max_json_bytes", "0"),
         ("max_json_bytes", "much"),
         ("max_timeout_s", "nan"),
@@ -84,6 +88,13 @@ def test_a_value_out_of_range_is_refused(
 ) -> None:
     monkeypatch.setenv(f"CONVGRAD_{name.upper()}", value)
     with pytest.raises(ValidationError):
+        Settings()
+
+
+@pytest.mark.parametrize("name", Settings.model_fields)
+def test_an_empty_value_is_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(f"CONVGRAD_{name.upper()}", "")
+    with pytest.raises(ValidationError, match=f"CONVGRAD_{name.upper()} is empty"):
         Settings()
 
 

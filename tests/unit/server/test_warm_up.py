@@ -85,6 +85,24 @@ def test_layers_of_networks(
     assert {str(spec.dtype) for spec in forward.inputs.values()} == {"float16"}
 
 
+@pytest.mark.parametrize(
+    ("given", "output"),
+    [
+        ({"kind": "conv_transpose", "output_padding": [1, 1]}, (1, 16, 18, 14)),
+        ({"kind": "avg_pool", "input_size": [8, 7], "ceil_mode": True}, (1, 8, 5, 4)),
+        ({"kind": "adaptive_avg_pool", "output_size": [3, 2]}, (1, 8, 3, 2)),
+        ({"kind": "adaptive_max_pool", "output_size": [3, 2]}, (1, 8, 3, 2)),
+    ],
+)
+def test_other_kinds_of_layers(
+    given: dict[str, Any], output: tuple[int, ...], tmp_path: Path
+) -> None:
+    forward, backward = stated(tmp_path / "layers.json", [{**LAYER, **given}])
+    assert forward.operation == f"{given['kind']}_fwd"
+    assert backward.operation.startswith(given["kind"])
+    assert forward.outputs["output"].shape == backward.inputs["grad_output"].shape == output
+
+
 def test_a_list_of_layers_with_batches_of_their_own(tmp_path: Path) -> None:
     found = stated(tmp_path / "layers.json", [{**LAYER, "batch": [1, 8]}, POOL])
     batches = [next(iter(problem.inputs.values())).shape[0] for problem in found]
@@ -119,7 +137,7 @@ def test_what_is_wrong_is_said_with_its_place(line: Any, said: str, tmp_path: Pa
     [
         ({"C": "64"}, 'C is "64"; expected an integer'),
         ({"groups": 1.5}, "groups is 1.5; expected an integer"),
-        ({"kind": ["conv"]}, r'kind is \["conv"\]; expected conv or maxpool'),
+        ({"kind": ["conv"]}, r'kind is \["conv"\]; expected one of conv, conv_t'),
         ({"stride": 2}, "stride is 2; expected a list of integers"),
         ({"padding": [[1, 1, 1]]}, "padding is .*; expected a list of integers or of pairs"),
         ({"padding": [1]}, "the layer's padding has 1 values; expected 2"),

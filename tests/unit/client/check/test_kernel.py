@@ -15,6 +15,7 @@ from convgrad.check.convolve import NumpyConvolver
 from convgrad.check.operations import targets
 from convgrad.contract import OPERATIONS
 from convgrad.contract.examinations import VERIFICATIONS
+from convgrad.errors import ConvgradError
 from tests.support.numerics import reference
 
 Array = NDArray[Any]
@@ -53,6 +54,18 @@ def test_a_kernel_is_run_through_both_gates() -> None:
     bits = found.gates["normal"].outputs["grad_input"].bits
     assert bits.equal_to_second
     assert bits.equal_when_doubled
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        (None, "the kernel returned None; expected grad_input as an array"),
+        (np.zeros((2, 8, 7, 7), np.float32), r"is \[2, 2, 4, 7, 7\] as \(sample, group, channel"),
+    ],
+)
+def test_a_kernel_that_returns_something_else_is_refused(returned: Any, said: str) -> None:
+    with pytest.raises(ConvgradError, match=said):
+        check.kernel(lambda **_: returned, "conv_bwd_data", "g2mb2ic4ih7oc8kh3ph1")
 
 
 def test_a_kernel_that_adds_by_chance_is_named() -> None:

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from convgrad.contract import OPERATIONS, validate
+from convgrad.contract.examinations import TIMINGS
 from convgrad.errors import MalformedRequest
 
 TENSOR = np.ones((1, 1, 2, 2), np.float32)
@@ -154,3 +155,18 @@ def test_any_json_value_is_accepted_or_refused_in_a_sentence(
     except MalformedRequest as refused:
         outcome = refused.detail
     assert 0 < len(outcome) < 600
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("budget_s", 0, "budget_s: expected a number above 0, got 0"),
+        ("budget_s", 1e9, "budget_s: expected at most 3600, got 1000000000.0"),
+        ("standard_error", 0.9, "standard_error: expected at most 0.5, got 0.9"),
+        ("layer", "x" * 5000, "layer: expected at most 4096 characters, got "),
+    ],
+)
+def test_a_number_out_of_range_is_refused_with_the_range(field: str, value: Any, said: str) -> None:
+    with pytest.raises(MalformedRequest) as refused:
+        validate(TIMINGS["conv_bwd_data"].request, {field: value})
+    assert str(refused.value).startswith(said)
