@@ -36,6 +36,7 @@ __all__ = [
     "MEDIA_TYPE",
     "Layout",
     "Placed",
+    "data_order",
     "decode",
     "encode",
     "encode_header",
@@ -97,11 +98,8 @@ def encode_header(
     specs: Mapping[str, tuple[DType, tuple[int, ...]]],
     metadata: Mapping[str, str] | None = None,
 ) -> tuple[bytes, list[str]]:
-    """Return the bytes before the data, and the order in which the tensors' data must follow.
-
-    An answer can start with these bytes before its first element is computed.
-    """
-    order = sorted(specs, key=lambda name: -specs[name][0].itemsize)
+    """Return the bytes before the data, and the order in which the tensors' data must follow."""
+    order = data_order({name: dtype.itemsize for name, (dtype, _) in specs.items()})
     header: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
     end = 0
     for name in order:
@@ -115,6 +113,11 @@ def encode_header(
     text = json.dumps(header, separators=(",", ":")).encode("ascii")
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text, order
+
+
+def data_order(itemsizes: Mapping[str, int]) -> list[str]:
+    """Return the order of the tensors' data: by decreasing element size, for its alignment."""
+    return sorted(itemsizes, key=lambda name: -itemsizes[name])
 
 
 def total_bytes(chunks: Iterable[bytes | memoryview]) -> int:

@@ -36,29 +36,17 @@ Source = NDArray[Any] | Filler
 
 _NO_PARTS: Parts = MappingProxyType({})
 
-# Placeholder for the seconds in a response that is made to become a template.
+# Placeholder for the seconds in a response's text that is to be cached.
 _PLACEHOLDER_S = 0.123456789
 # Normally one per problem: another kernel is used only if the device changes.
-_MAX_TEMPLATES = 4
-
-
-class ResponseTemplate(NamedTuple):
-    """An encoded response without what varies: the compute seconds and the outputs' bytes.
-
-    ``before`` and ``after`` enclose the seconds. ``outputs`` has, for each output, the bytes before
-    its data, its offset in the request's lease, and its size.
-    """
-
-    before: bytes
-    after: bytes
-    outputs: tuple[tuple[bytes, int, int], ...] = ()
+_MAX_TEXTS = 4
 
 
 class PreparedRequest(NamedTuple):
     """What all requests with the same key share; the pipeline caches it.
 
-    ``parts`` is the shared memory used, in the layout's order. ``templates`` maps the ways in which
-    the request was computed to responses; None if it is not cached.
+    ``parts`` is the shared memory used, in the layout's order. ``texts`` maps the ways in which the
+    request was computed to responses' texts, without the seconds; None if it is not cached.
     """
 
     request: Request
@@ -66,14 +54,14 @@ class PreparedRequest(NamedTuple):
     parts: tuple[RegionPart, ...]
     timeout_s: float | None
     transport_data: Any
-    templates: dict[Hashable, ResponseTemplate] | None
+    texts: dict[Hashable, tuple[bytes, bytes]] | None
 
 
 class Execution:
     """One request: `fill`, then `compute`, then `end`.
 
     ``in_thread`` is `Pipeline.in_thread`. ``to_store`` maps the names of outputs to be stored on
-    the server to their memory. Arrays and report are made on demand: a template needs none.
+    the server to their memory. Arrays and report are made on demand.
     """
 
     job_result: JobResult
@@ -163,35 +151,22 @@ class Execution:
         if self._to_store and not self.is_stored:
             await abandon(self._engine, self._to_store)
 
-    def template(self, make: Callable[[Report], ResponseTemplate]) -> ResponseTemplate | None:
-        """Return the response's template; None if the request is not cached.
+    def text(self, encode: Callable[[Report], bytes], number: Callable[[float], bytes]) -> bytes:
+        """Return a response's text: ``encode(self.report)``, which holds no output's elements.
 
-        ``make`` is called on a miss, with a report whose seconds are a placeholder for `split_at`.
+        If the request is cached, so is its text, in which only the seconds are replaced; ``number``
+        encodes them.
         """
-        templates, job_result = self._prepared.templates, self.job_result
-        if templates is None:
-            return None
+        texts, job_result = self._prepared.texts, self.job_result
+        if texts is None:
+            return encode(self.report)
         key = self._engine.backend, job_result.kernel, job_result.pieces, job_result.workspace_bytes
-        template = templates.get(key)
-        if template is None:
-            if len(templates) >= _MAX_TEMPLATES:
-                templates.clear()
-            template = templates[key] = make(self._report(_PLACEHOLDER_S))
-        return template
-
-    def output_bytes(self, template: ResponseTemplate) -> list[bytes | memoryview]:
-        """Return the parts of a response after the template's text, including the outputs' data."""
-        parts: list[bytes | memoryview] = []
-        for before, offset, size_bytes in template.outputs:
-            parts += before, self._engine.arena.view(self.lease.offset + offset, size_bytes)
-        return parts
-
-    def extent_of(self, output: str) -> tuple[int, int]:
-        """Return the offset of an output in the request's lease, and its size."""
-        for tensor in self.layout.outputs:
-            if tensor.name == output and tensor.offset is not None:
-                return tensor.offset, tensor.spec.size_bytes
-        raise KeyError(output)
+        if (found := texts.get(key)) is None:
+            if len(texts) >= _MAX_TEXTS:
+                texts.clear()
+            before, after = encode(self._report(_PLACEHOLDER_S)).split(number(_PLACEHOLDER_S))
+            found = texts[key] = before, after
+        return number(job_result.compute_s).join(found)
 
     def _try_inline(self) -> JobResult | None:
         """Compute on the event loop; None if a worker must do it."""
@@ -247,10 +222,9 @@ class Execution:
         )
 
 
-def split_at(text: bytes, encode: Callable[[float], bytes]) -> tuple[bytes, bytes]:
-    """Split a response at the seconds, for `ResponseTemplate`; ``encode`` encodes a number."""
-    before, after = text.split(encode(_PLACEHOLDER_S))
-    return before, after
+def json_seconds(seconds: float) -> bytes:
+    """Encode the seconds of `Execution.text` in JSON."""
+    return repr(seconds).encode()
 
 
 async def abandon(engine: Engine, parts: Parts) -> None:

@@ -275,7 +275,7 @@ class Pipeline:
                         regions = {**regions, **outputs}
                     prepared = _prepared(validated, problem, regions, decoded)
                     if key is not None and decoded.repeatable and not (uses_stored or to_store):
-                        prepared = self._prepared[entry] = prepared._replace(templates={})
+                        prepared = self._prepared[entry] = prepared._replace(texts={})
                         if len(self._prepared) > _MAX_PREPARED:
                             self._prepared.popitem(last=False)
                 _apply_timeout(request, prepared.timeout_s)

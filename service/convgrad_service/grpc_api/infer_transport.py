@@ -11,22 +11,23 @@ from typing import NamedTuple
 
 import numpy as np
 
-from convgrad.contract import OPERATIONS, Operation, Report
+from convgrad.contract import OPERATIONS, Operation
 from convgrad.errors import ProblemTooLarge, ServiceError
 from convgrad_service.engine.admission import Deadline
-from convgrad_service.engine.execution import Execution, ResponseTemplate, split_at
+from convgrad_service.engine.execution import Execution
 from convgrad_service.engine.memory.arena import Lease
 from convgrad_service.engine.pipeline import Pipeline
-from convgrad_service.engine.request import SMALL_BYTES, ComputeRequest, Decoded, blank
+from convgrad_service.engine.request import SMALL_BYTES, ComputeRequest, Decoded
 from convgrad_service.engine.shm.registry import RegionPart
 from convgrad_service.engine.telemetry.record import RequestContext
 from convgrad_service.grpc_api.exchange import Call
 from convgrad_service.grpc_api.limits import MessageReader, PendingResponses
 from convgrad_service.grpc_api.wire import (
     Part,
-    encode_response,
+    encode_head,
+    encode_tensors,
+    in_stream_response,
     is_compressed,
-    raw_output_prefix,
     read_infer_request,
     request_names,
     response_id,
@@ -218,26 +219,18 @@ class InferTransport:
         """Do nothing: if the client leaves, grpcio cancels the call's task."""
 
     async def send(self, execution: Execution) -> None:
-        request = execution.transport_data.request
-        if self._small is not None and self._small.id:
-            request = replace(request, id=self._small.id)
+        request, outputs = execution.transport_data.request, execution.outputs
         with self.request.timings.stage("encode"):
-            template = execution.template(partial(_template, execution))
-            if template is not None:
-                parts = self._from_template(execution, template)
-            else:
-                parts = encode_response(
-                    request, execution.outputs, execution.report, in_stream=self._in_stream
-                )
+            head = execution.text(
+                partial(encode_head, request, outputs, in_stream=self._in_stream), _DOUBLE.pack
+            )
+            if self._small is not None and self._small.id:
+                head += response_id(self._small.id)
+            parts = [head, *encode_tensors(request, outputs)]
+            if self._in_stream:
+                parts = in_stream_response(parts)
         self._context.sent_bytes += sum(map(len, parts))
         await self._reply(parts)
-
-    def _from_template(self, execution: Execution, template: ResponseTemplate) -> list[Part]:
-        seconds = _DOUBLE.pack(execution.job_result.compute_s)
-        parts: list[Part] = [template.before, seconds, template.after]
-        if self._small is not None and self._small.id:
-            parts.append(response_id(self._small.id))
-        return [*parts, *execution.output_bytes(template)]
 
 
 class InferMethod:
@@ -275,21 +268,6 @@ class InferMethod:
     def allowed_s(self, call: Call) -> float:
         """Return how long a request of this call may take."""
         return min(max(call.remaining_s, 0.0), self.settings.max_timeout_s)
-
-
-def _template(execution: Execution, report: Report) -> ResponseTemplate:
-    request: InferRequest = execution.transport_data.request
-    outputs = {
-        name: blank(spec.shape, spec.dtype, name=name)
-        for name, spec, *_ in execution.layout.outputs
-    }
-    text = bytes(encode_response(request, outputs, report)[0])
-    placed = []
-    for name in request.answer_names(outputs):
-        # One field per output, empty if the output is stored or in shared memory.
-        offset, size_bytes = execution.extent_of(name) if request.sends(name) else (0, 0)
-        placed.append((raw_output_prefix(size_bytes), offset, size_bytes))
-    return ResponseTemplate(*split_at(text, _DOUBLE.pack), tuple(placed))
 
 
 def _refuse_above_message(request: InferRequest, problem: Problem) -> None:

@@ -225,35 +225,45 @@ def _field_at(body: bytes, at: int) -> tuple[bool, int, int]:
     raise MalformedRequest(f"the message has a field of wire type {kind} at byte {at}")
 
 
-def encode_response(
+def encode_head(
     request: InferRequest,
     outputs: Mapping[str, NDArray[Any]],
     report: Report,
     *,
     in_stream: bool = False,
-) -> list[Part]:
-    """Encode a ModelInferResponse, in parts that refer to the arrays.
+) -> bytes:
+    """Encode a ModelInferResponse without `encode_tensors`.
 
-    With ``in_stream`` it is a ModelStreamInferResponse, marked as the last of its request.
+    With ``in_stream`` it is marked as the last of its request.
     """
     head = _ResponseMessage(model_name=request.operation.name, model_version=VERSION, id=request.id)
     for name, value in report.model_dump().items():
         _set_parameter(head.parameters[name], value)
     if in_stream:
         head.parameters[_FINAL].bool_param = True
-    chosen = request.answer_outputs(outputs)
-    for name, array in chosen.items():
+    for name, array in request.answer_outputs(outputs).items():
         output = head.outputs.add(
             name=name, datatype=protocol_name(dtype_of(array)), shape=array.shape
         )
         if name in request.store:
             _set_parameter(output.parameters["stored"], request.store[name])
-    parts: list[Part] = [head.SerializeToString()]
-    for name, array in chosen.items():
+    encoded: bytes = head.SerializeToString()
+    return encoded
+
+
+def encode_tensors(request: InferRequest, outputs: Mapping[str, NDArray[Any]]) -> list[Part]:
+    """Encode the raw_output_contents of a ModelInferResponse, in parts that refer to the arrays."""
+    parts: list[Part] = []
+    for name, array in request.answer_outputs(outputs).items():
         # One field per output, empty if the output is stored or in shared memory.
         data = data_view(array) if request.sends(name) else b""
-        parts += raw_output_prefix(len(data)), data
-    return [_length_prefix(_INFER_RESPONSE, sum(map(len, parts))), *parts] if in_stream else parts
+        parts += _length_prefix(_RAW_OUTPUT_CONTENTS, len(data)), data
+    return parts
+
+
+def in_stream_response(parts: list[Part]) -> list[Part]:
+    """Return a ModelStreamInferResponse of an encoded ModelInferResponse."""
+    return [_length_prefix(_INFER_RESPONSE, sum(map(len, parts))), *parts]
 
 
 def encode_stream_error(model: str, request_id: str, detail: str) -> bytes:
@@ -270,11 +280,6 @@ def response_id(request_id: str) -> bytes:
     """Encode the id of a ModelInferResponse, to be appended to the rest of it."""
     text = request_id.encode()
     return _length_prefix(_RESPONSE_ID, len(text)) + text
-
-
-def raw_output_prefix(size: int) -> bytes:
-    """Return the tag and length that precede an output's bytes."""
-    return _length_prefix(_RAW_OUTPUT_CONTENTS, size)
 
 
 def _set_parameter(parameter: Any, value: Any) -> None:

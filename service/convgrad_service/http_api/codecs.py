@@ -21,15 +21,14 @@ from convgrad.errors import MalformedRequest, ProblemTooLarge
 from convgrad.wire import safetensors, strict_json
 from convgrad.wire.json_tensors import FORMS, Form, decode_tensor, encode_tensor
 from convgrad.wire.sentences import shown
-from convgrad.wire.shapes import dtype_of
+from convgrad.wire.shapes import data_view, dtype_of
 from convgrad.wire.strict_json import dumps
 from convgrad_service import long_json
 from convgrad_service.engine.execution import (
     Execution,
     Filler,
-    ResponseTemplate,
     Source,
-    split_at,
+    json_seconds,
 )
 from convgrad_service.engine.request import Decoded, blank
 from convgrad_service.http_api.body import Body
@@ -186,26 +185,22 @@ def _decode_safetensors(
 
 
 def _encode_safetensors(execution: Execution) -> Sequence[Chunk]:
-    template = execution.template(partial(_safetensors_template, execution))
-    if template is not None:
-        text = template.before + repr(execution.job_result.compute_s).encode() + template.after
-        text += b" " * (-len(text) % 8)
-        return [len(text).to_bytes(8, "little") + text, *execution.output_bytes(template)]
     store, outputs = execution.request.store, execution.outputs
-    metadata = {"report": execution.report.model_dump_json()}
-    if store:
-        stored = {name: stored_tensor(outputs[name], store[name]) for name in store}
-        metadata["stored"] = json.dumps(stored)
     sent = {name: array for name, array in outputs.items() if name not in store}
-    return safetensors.encode(sent, metadata)
 
+    def header(report: Report) -> bytes:
+        metadata = {"report": report.model_dump_json()}
+        if store:
+            stored = {name: stored_tensor(outputs[name], store[name]) for name in store}
+            metadata["stored"] = json.dumps(stored)
+        specs = {name: (dtype_of(array), array.shape) for name, array in sent.items()}
+        return safetensors.encode_header(specs, metadata)[0][8:].rstrip(b" ")
 
-def _safetensors_template(execution: Execution, report: Report) -> ResponseTemplate:
-    specs = {name: (spec.dtype, spec.shape) for name, spec, *_ in execution.layout.outputs}
-    head, order = safetensors.encode_header(specs, {"report": report.model_dump_json()})
-    outputs = tuple((b"", *execution.extent_of(name)) for name in order)
-    text = head[8:].rstrip(b" ")
-    return ResponseTemplate(*split_at(text, lambda seconds: repr(seconds).encode()), outputs)
+    text = execution.text(header, json_seconds)
+    text += b" " * (-len(text) % 8)
+    order = safetensors.data_order({name: array.itemsize for name, array in sent.items()})
+    data = [data_view(sent[name]) for name in order]
+    return [len(text).to_bytes(8, "little") + text, *data]
 
 
 def parse_json_body(body: bytes | memoryview) -> dict[str, Any]:

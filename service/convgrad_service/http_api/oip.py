@@ -11,7 +11,6 @@ import binascii
 import re
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, get_args
 
 from fastapi import APIRouter, FastAPI, Request
@@ -19,14 +18,14 @@ from fastapi.responses import JSONResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from convgrad.contract import OPERATIONS, Report
+from convgrad.contract import OPERATIONS
 from convgrad.errors import MalformedRequest, NotFound, UnsupportedProblem
 from convgrad.wire import strict_json
 from convgrad.wire.sentences import shown
 from convgrad_service.engine.engine import call_hub
-from convgrad_service.engine.execution import Execution, ResponseTemplate, Source, split_at
+from convgrad_service.engine.execution import Execution, Source, json_seconds
 from convgrad_service.engine.pipeline import Pipeline
-from convgrad_service.engine.request import Decoded, blank
+from convgrad_service.engine.request import Decoded
 from convgrad_service.engine.shm.registry import RegionInfo, RegionPart
 from convgrad_service.engine.telemetry.record import RequestMetrics
 from convgrad_service.http_api.body import Body, small_body
@@ -42,6 +41,7 @@ from convgrad_service.oip.fields import (
     request_fields,
 )
 from convgrad_service.oip.http_json import (
+    binary_outputs,
     encode_answer,
     read_infer_head,
     refuse_in_json,
@@ -150,33 +150,14 @@ class InferTransport(HttpTransport):
 
     def encode(self, execution: Execution) -> tuple[Headers, Sequence[Chunk]]:
         request: InferRequest = execution.transport_data.request
-        template = execution.template(partial(_template, execution, request))
-        if template is not None:
-            return self._from_template(execution, template)
+        outputs = execution.outputs
+        text = execution.text(
+            lambda report: encode_answer(request, outputs, report)[0], json_seconds
+        )
         if self._id:
-            request = replace(request, id=self._id.decode())
-        text, *binary = encode_answer(request, execution.outputs, execution.report)
+            text = b'{"id":"' + self._id + b'",' + text[1:]
+        binary = binary_outputs(request, outputs)
         return _answer_headers(text, binary), [text, *binary]
-
-    def _from_template(
-        self, execution: Execution, template: ResponseTemplate
-    ) -> tuple[Headers, Sequence[Chunk]]:
-        before = template.before
-        if self._id:
-            before = b'{"id":"' + self._id + b'",' + before[1:]
-        text = before + repr(execution.job_result.compute_s).encode() + template.after
-        return _answer_headers(text, template.outputs), [text, *execution.output_bytes(template)]
-
-
-def _template(execution: Execution, request: InferRequest, report: Report) -> ResponseTemplate:
-    outputs = {
-        name: blank(spec.shape, spec.dtype, name=name)
-        for name, spec, *_ in execution.layout.outputs
-    }
-    head = encode_answer(request, outputs, report)[0]
-    sent = (name for name in request.answer_names(outputs) if request.sends(name))
-    places = tuple((b"", *execution.extent_of(name)) for name in sent)
-    return ResponseTemplate(*split_at(head, lambda seconds: repr(seconds).encode()), places)
 
 
 def _header_bytes(headers: Mapping[bytes, str], length: int | None) -> int | None:

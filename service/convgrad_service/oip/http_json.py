@@ -263,15 +263,21 @@ def refuse_in_json(request: InferRequest, problem: Problem) -> None:
             )
 
 
+def binary_outputs(request: InferRequest, outputs: Mapping[str, NDArray[Any]]) -> list[memoryview]:
+    """Return the outputs that follow the JSON of the answer to ``request``, as views."""
+    names = request.answer_names(outputs)
+    sent = (name for name in names if request.sends(name) and request.wants_binary(name))
+    return [data_view(outputs[name]) for name in sent]
+
+
 def encode_answer(
     request: InferRequest, outputs: Mapping[str, NDArray[Any]], report: Report
 ) -> tuple[bytes, *tuple[memoryview, ...]]:
-    """Return the JSON of the answer to ``request``, and its binary data as views of the arrays.
+    """Return the JSON of the answer to ``request``, and its `binary_outputs`.
 
     The elements of outputs in shared memory or in the tensor store are not read.
     """
     described: list[bytes] = []
-    binary: list[memoryview] = []
     for name, array in request.answer_outputs(outputs).items():
         tensor: dict[str, Any] = {
             "name": name,
@@ -282,8 +288,7 @@ def encode_answer(
         if name in request.store:
             tensor["parameters"] = {"stored": request.store[name]}
         elif request.sends(name) and request.wants_binary(name):
-            binary.append(data_view(array))
-            tensor["parameters"] = {"binary_data_size": len(binary[-1])}
+            tensor["parameters"] = {"binary_data_size": array.nbytes}
         elif request.sends(name):
             numbers = blocks_of(values_from_array(array.reshape(-1)))
         # In shared memory: no parameters, as Triton, whose clients would expect binary data.
@@ -296,4 +301,4 @@ def encode_answer(
         "parameters": report.model_dump(),
     }
     text = dumps(head)[:-1] + b',"outputs":[' + b",".join(described) + b"]}"
-    return text, *binary
+    return text, *binary_outputs(request, outputs)

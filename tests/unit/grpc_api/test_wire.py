@@ -20,8 +20,10 @@ from convgrad.errors import MalformedRequest, NotFound
 from convgrad_service.engine.shm.registry import RegionPart
 from convgrad_service.grpc_api.wire import (
     cut_raw_contents,
-    encode_response,
+    encode_head,
     encode_stream_error,
+    encode_tensors,
+    in_stream_response,
     message,
     read_infer_request,
     request_names,
@@ -302,7 +304,7 @@ def test_answers_are_what_protobuf_reads() -> None:
     made.outputs.add(name="grad_input")
     read = read_infer_request(made.SerializeToString())
     answer = message("ModelInferResponse").FromString(
-        b"".join(encode_response(read, outputs, REPORT))
+        b"".join([encode_head(read, outputs, REPORT), *encode_tensors(read, outputs)])
     )
     assert (answer.model_name, answer.model_version, answer.id) == ("conv_backward", "1", "7")
     assert [output.name for output in answer.outputs] == ["grad_bias", "grad_input"]
@@ -315,7 +317,14 @@ def test_answers_are_what_protobuf_reads() -> None:
     assert answer.parameters["flops"].double_param == 2**70
 
     streamed = message("ModelStreamInferResponse").FromString(
-        b"".join(encode_response(read, outputs, REPORT, in_stream=True))
+        b"".join(
+            in_stream_response(
+                [
+                    encode_head(read, outputs, REPORT, in_stream=True),
+                    *encode_tensors(read, outputs),
+                ]
+            )
+        )
     )
     assert streamed.infer_response.parameters["triton_final_response"].bool_param
     del streamed.infer_response.parameters["triton_final_response"]
