@@ -33,9 +33,7 @@ EPILOGUES = [
 ]
 CASES = [*halo_cases(), *EPILOGUES]
 NONFINITE = [
-    case
-    for case in CASES
-    if case.name.split("-")[0] in ("resnet", "3d_two_depths_at_once", "3d")
+    case for case in CASES if case.name.split("-")[0] in ("resnet", "3d_two_depths_at_once", "3d")
 ]
 emulated = pytest.mark.skipif(not works_here(), reason="the emulator is written for x86-64")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.core.gather_axes import Axis, Phase
@@ -150,7 +150,7 @@ class HopperTile:
     @property
     def has_epilogue(self) -> bool:
         """Whether a bias and an activation fit into registers without spilling."""
-        return self.split == 1 and self._thread_sums <= (160 if self.pingpong else 128)
+        return self.split == 1 and self._thread_sums <= (160 if self.pingpong else 112)
 
     @property
     def has_planes(self) -> bool:
@@ -218,10 +218,9 @@ class HopperTile:
         maps: int,
         stages: int,
         planes: bool = False,
-        finished: bool = False,
     ) -> dict[str, object]:
-        """Return the preprocessor macros of an instance; ``planes`` and ``finished`` say how
-        cooperative warpgroups store results."""
+        """Return the preprocessor macros of an instance; with ``planes``, cooperative warpgroups
+        store channels-first results."""
         shape: dict[str, object] = {
             "ELEMENT": dtype,
             "ACROSS": across,
@@ -247,9 +246,7 @@ class HopperTile:
             "PRODUCER_REGISTERS": producer,
             "CONSUMER_REGISTERS": consumer,
         }
-        if not self.pingpong:
-            shape |= {"PLANES": 1} if planes else {"EPILOGUE": 1} if finished else {}
-        return shape
+        return shape | {"PLANES": 1} if planes else shape
 
 
 # Single tiles: pixels, channels, warpgroups, blocks per SM, and taps of a kernel row that share
@@ -258,7 +255,7 @@ SPLIT = (
     *((64, 64, 1, 1, 1), (64, 64, 1, 2, 1), (64, 64, 1, 1, 3), (64, 192, 1, 1, 1)),
     *((128, 64, 1, 1, 1), (128, 64, 1, 2, 1), (128, 64, 2, 1, 3), (128, 128, 2, 1, 1)),
 )
-WHOLE = ((64, 64, 1, 2, 3), (256, 64, 2, 1, 3))
+WHOLE = ((256, 64, 2, 1, 3),)
 SPLITS = (1, 2, 3, 4, 6, 8)
 TILES = (
     HopperTile(128, 256),
@@ -282,8 +279,9 @@ TILES = (
     ),
 )
 """Tile shapes that were the fastest for some layer."""
-OF_FLOAT32 = HopperTile(128, 160, pingpong=True)
-"""In TF32, 27 layers take 1.12 times as long without it; in 16-bit types, 15 layers 0.985 times."""
+OF_FLOAT32 = ("128x160a", "128x256w2", "128x224w2", "64x192s1")
+"""Tiles of TF32 alone. In 16-bit types, 15 layers take 0.985 of the time without the first, and
+others are expected to take 0.15 % longer without all."""
 
 
 PART_TILES = (
@@ -306,5 +304,6 @@ def tiles_of(dtype: DType, parts: int = 1) -> tuple[HopperTile, ...]:
     if parts > 1:
         return PART_TILES
     if dtype.itemsize == 2:
-        return tuple(tile for tile in TILES if tile.n >= BOX_ROWS and tile != OF_FLOAT32)
+        whole = (tile for tile in TILES if tile.n >= BOX_ROWS)
+        return tuple(tile for tile in whole if str(replace(tile, split=1)) not in OF_FLOAT32)
     return tuple(tile for tile in TILES if tile.m * tile.n <= MOST_SUMS)

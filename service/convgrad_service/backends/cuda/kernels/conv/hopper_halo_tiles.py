@@ -214,7 +214,11 @@ class HaloTile:
         args.row_pixels = self.row_pixels
         args.row_factor = ceil_div(2**32, self.row_pixels)
         args.chunks, args.slices, args.steps = self.chunks, len(halo.depths), len(tables.steps)
-        args.stages, args.stage_bytes, args.box_bytes = self.stages, self.stage_bytes, self.box_bytes
+        args.stages, args.stage_bytes, args.box_bytes = (
+            self.stages,
+            self.stage_bytes,
+            self.box_bytes,
+        )
         args.slots, args.slot_bytes = self.slots, tables.slot_bytes
         args.load_bytes = self.load_bytes
         args.all_loads, args.chunk_bytes = len(tables.loads), tables.slot_bytes
