@@ -8,7 +8,7 @@
 //
 // Grid: a tile is a box of positions of one image and channel tile; a block takes tiles blockIdx.x,
 //   + gridDim.x, ...
-// Block (384 threads): two consumer warpgroups, which divide the columns or the result channels, and a
+// Block (384 threads): two consumer warpgroups, which divide the columns, and a
 //   producer warpgroup: one warp loads source slices (boxes over W and H) through a pipeline of stages,
 //   another loads weights through a second pipeline, or once where all of them fit. Tables
 //   (hopper_halo_args.cuh) list the slices, k-steps and taps of a tile. With 32 result channels M holds them twice: for a position with one tap, and for the
@@ -67,7 +67,7 @@ __device__ void load_source(const HopperHaloArgs& args, const HaloTables& tables
 
 __device__ __forceinline__ void load_weight(const HopperHaloArgs& args, const HaloLoad& load, u32 to,
                                             u32 full, int chunk, int channel_tile) {
-  const int channel = (channel_tile + load.block) * args.row_channels;
+  const int channel = channel_tile * args.row_channels;
   const int corner[5] = {ACROSS ? channel : chunk * kTileK, ACROSS ? chunk * kTileK : channel,
                          load.t, load.s, load.r};
   tma_load(to + load.to * 16, args.w_map, full, corner, kEvictLast);
@@ -75,12 +75,11 @@ __device__ __forceinline__ void load_weight(const HopperHaloArgs& args, const Ha
 
 __device__ void load_weights(const HopperHaloArgs& args, const HaloTables& tables, u32 weights,
                              const Barriers& barriers) {
-  const int blocks = 1 + args.group_blocks;
   if (args.slots == 0) {
     for (int chunk = 0; chunk < args.chunks; ++chunk) {
       const u32 full = barriers.w_full + 8 * chunk;
-      mbarrier_arrive_expect_tx(full, args.all_loads * args.load_bytes);
-      for (int i = 0; i < args.all_loads; ++i) {
+      mbarrier_arrive_expect_tx(full, args.steps * args.load_bytes);
+      for (int i = 0; i < args.steps; ++i) {
         load_weight(args, tables.load[i], weights + chunk * args.chunk_bytes, full, chunk, 0);
       }
     }
@@ -93,12 +92,9 @@ __device__ void load_weights(const HopperHaloArgs& args, const HaloTables& table
       for (int step = 0; step < args.steps; ++step, state.advance(args.slots)) {
         mbarrier_wait(barriers.w_empty + 8 * state.index, state.parity ^ 1);
         const u32 full = barriers.w_full + 8 * state.index;
-        mbarrier_arrive_expect_tx(full, blocks * args.load_bytes);
-        for (int block = 0; block < blocks; ++block) {
-          load_weight(args, tables.load[step * blocks + block],
-                      weights + state.index * args.slot_bytes, full, chunk,
-                      tile_at.channel_tile * blocks);
-        }
+        mbarrier_arrive_expect_tx(full, args.load_bytes);
+        load_weight(args, tables.load[step], weights + state.index * args.slot_bytes, full, chunk,
+                    tile_at.channel_tile);
       }
     }
   }
@@ -159,9 +155,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                        : twice ? mn_major_descriptor<64>(0, kHalfBytes)
                                : mn_major_descriptor<128>(0);
     const u32 a_next = !ACROSS ? 2 : twice ? 16 * 64 / 16 : 16 * 128 / 16;
-    const u64 a_first = a_kind + (weights >> 4) + group * args.group_weights;
+    const u64 a_first = a_kind + (weights >> 4);
     const u64 b_first =
-        k_major_descriptor<64>(ring) + group * args.group_pixels * (kRowBytes / 16);
+        k_major_descriptor<64>(ring) + group * kColumns * (kRowBytes / 16);
 
     float sum[kColumns / 8][4] = {};
     PipelineState x_state, w_state;

@@ -17,19 +17,17 @@ struct HaloTap {
   unsigned short pixel;   // offset in the slice of the tile's first position, in 16 bytes
   unsigned short weight;  // offset of its weights, in 16 bytes
 };
-// A box of the weight: consecutive taps along S, 32 source channels, and the result channels of a
-// box. If M has two depths, it holds the tap along T and the next one.
+// A step's box of the weight: consecutive taps along S, 32 source channels, and the result channels of a
+// tile. If M has two depths, it holds the tap along T and the next one.
 struct HaloLoad {
   unsigned short to;    // in 16 bytes
   signed char t, r, s;  // of the first tap; outside the kernel zeros are loaded
-  unsigned char block;  // of result channels
 };
 
-// Each step has a load for each block of result channels.
 struct HaloTables {
   HaloStep step[kMaxHaloSteps];
   HaloTap tap[kMaxHaloTaps];
-  HaloLoad load[kMaxHaloTaps];
+  HaloLoad load[kMaxHaloSteps];
   int depth[kMaxHaloSlices];  // of each slice, from the tile's first position
 };
 
@@ -62,10 +60,8 @@ struct HopperHaloArgs {
   int slices, steps;
   int stages, stage_bytes, box_bytes;
   int slots, slot_bytes, load_bytes;
-  int all_loads, chunk_bytes;  // resident weights: of one chunk
+  int chunk_bytes;             // resident weights: of one chunk
   int shared_weights;          // offset of the weights in shared memory
-  // Offsets of the second warpgroup's part: in pixels, channel blocks, and 16 bytes of weights.
-  int group_pixels, group_blocks, group_weights;
   int row_channels;  // result channels in M: 64, or 32 twice (the second time one position deeper)
   int deeper_first;  // in the latter case, rows of the deeper position come first
   HaloTables tables;

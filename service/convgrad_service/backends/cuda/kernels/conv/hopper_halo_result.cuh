@@ -45,9 +45,8 @@ struct HaloResults {
       m[0] += row / 32 ^ args.deeper_first;
       row %= 32;
     }
-    const int block = tile.channel_tile * (1 + args.group_blocks) + group * args.group_blocks;
-    channel = block * args.row_channels + row;
-    first_column = group * args.group_pixels;
+    channel = tile.channel_tile * args.row_channels + row;
+    first_column = group * COLUMNS;
     rows = min(args.tile[1], args.size[1] - m[1]);
     width = min(args.tile[2], args.size[2] - m[2]);
     row_step = static_cast<int>(args.y_stride[4]);

@@ -62,7 +62,6 @@ class HaloLoad:
 
     to: int
     tap: Size3
-    block: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +98,7 @@ def halo_of(axes: Sequence[Axis], *, twice: bool) -> Halo:
 
 
 def tables_of(
-    axes: Sequence[Axis], halo: Halo, row_pixels: int, *, twice: bool, blocks: int, stay: bool
+    axes: Sequence[Axis], halo: Halo, row_pixels: int, *, twice: bool, stay: bool
 ) -> Tables:
     """Return the tables of a tile.
 
@@ -109,8 +108,6 @@ def tables_of(
         Pixels of a slice's row.
     twice
         Whether a product covers two adjacent depths.
-    blocks
-        Blocks of 64 result channels per tile.
     stay
         Whether all weights are resident in shared memory, step after step.
     """
@@ -122,7 +119,7 @@ def tables_of(
         for axis, first in zip(axes[1:], halo.first, strict=True)
     )
     run = ceil_div(len(pixels), ceil_div(len(pixels), MOST_RUN))
-    slot_bytes = blocks * run * TAP_BYTES
+    slot_bytes = run * TAP_BYTES
     for depth in halo.depths:
         t = _tap_at(axes[0], depth, twice=twice)
         for r, row in enumerate(rows):
@@ -130,10 +127,7 @@ def tables_of(
                 group = pixels[s : s + run]
                 at = len(steps) * slot_bytes if stay else 0
                 steps.append(HaloStep(len(group), False, len(taps)))
-                loads += [
-                    HaloLoad(at + block * run * TAP_BYTES, (t, r, s), block)
-                    for block in range(blocks)
-                ]
+                loads.append(HaloLoad(at, (t, r, s)))
                 taps += [
                     HaloTap(row * row_pixels + pixel, at + i * TAP_BYTES)
                     for i, pixel in enumerate(group)

@@ -102,7 +102,6 @@ def followed(work: ConvWork, tile: HaloTile, source: Array, weight: Array, shape
     result = np.full(shape, UNWRITTEN, np.float64)
     tables, halo = tile.tables, tile.halo
     rows = 32 if tile.twice else 64
-    blocks = 2 if tile.split == "channels" else 1
     spans = (work.batch, *tile.tiles, tile.channel_tiles)
     pixels, stay = tile.row_pixels * tile.rows, tile.slots == 0
     for n, *at, channel_tile in np.ndindex(*spans):
@@ -125,40 +124,35 @@ def followed(work: ConvWork, tile: HaloTile, source: Array, weight: Array, shape
             for number, step in enumerate(tables.steps):
                 if not stay:
                     memory = {}
-                for load in tables.loads[number * blocks : (number + 1) * blocks]:
-                    channel = (channel_tile * blocks + load.block) * rows
-                    t, r, first_s = load.tap
-                    for i in range(tables.run):
-                        halves = [
-                            box(
-                                weight,
-                                (channel, at_t, r, first_s + i, chunk * CHUNK),
-                                (rows, 1, 1, 1, CHUNK),
-                            ).reshape(rows, CHUNK)
-                            for at_t in (t, t + 1)[: 64 // rows]
-                        ]
-                        memory[load.to + i * TAP_BYTES] = np.concatenate(halves)
+                load = tables.loads[number]
+                t, r, first_s = load.tap
+                for i in range(tables.run):
+                    halves = [
+                        box(
+                            weight,
+                            (channel_tile * rows, at_t, r, first_s + i, chunk * CHUNK),
+                            (rows, 1, 1, 1, CHUNK),
+                        ).reshape(rows, CHUNK)
+                        for at_t in (t, t + 1)[: 64 // rows]
+                    ]
+                    memory[load.to + i * TAP_BYTES] = np.concatenate(halves)
                 for tap in tables.taps[step.first_tap : step.first_tap + step.taps]:
                     for group in range(GROUPS):
-                        second = tables.run * TAP_BYTES if blocks == 2 else 0
-                        a = memory[tap.weight + group * second]
-                        start = tap.pixel + (group * tile.columns if blocks == 1 else 0)
+                        start = tap.pixel + group * tile.columns
                         b = stages[at_slice][start : start + tile.columns]
-                        sums[group] += a @ b.T
+                        sums[group] += memory[tap.weight] @ b.T
                 at_slice += step.last
         for group, half in np.ndindex(GROUPS, 64 // rows):
             deeper = 1 - half if tile.twice and tile.problem.axes[0].x_tap > 0 else half
-            block = channel_tile * blocks + (group if blocks == 2 else 0)
-            channels = min(rows, shape[-1] - block * rows)
-            for column in range(tile.columns if channels > 0 else 0):
-                flat = column + (group * tile.columns if blocks == 1 else 0)
-                h, w = divmod(flat, tile.row_pixels)
+            channels = min(rows, shape[-1] - channel_tile * rows)
+            for column in range(tile.columns):
+                h, w = divmod(column + group * tile.columns, tile.row_pixels)
                 place = m[0] + deeper, m[1] + h, m[2] + w
                 if h >= tile.extent[1] or w >= tile.extent[2]:
                     continue
                 if any(p >= count for p, count in zip(place, shape[1:-1], strict=True)):
                     continue
-                into = result[(n, *place)][block * rows : block * rows + channels]
+                into = result[(n, *place)][channel_tile * rows :][:channels]
                 assert (into == UNWRITTEN).all(), "written twice"
                 first_row = half * rows
                 into[:] = sums[group, first_row : first_row + channels, column]
