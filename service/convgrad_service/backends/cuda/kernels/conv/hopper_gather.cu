@@ -43,8 +43,9 @@ namespace {
 
 constexpr int kArgumentWords = (sizeof(HopperGatherArgs) - sizeof(TensorMap) * (MAPS + 1)) / 4 - 1;
 
-// Whether there is code for a bias and an activation of plain results, as registers allow it.
-constexpr bool kFinishes = sizeof(RESULT) == 2 && kMmasM * kFragmentsN * 4 <= (PINGPONG ? 160 : 112);
+// Whether there is code for a bias and an activation of plain results, as registers allow it. It costs ping-pong
+// warpgroups nothing, which overlap it; others have instances with and without (EPILOGUE).
+constexpr bool kFinishes = PINGPONG ? sizeof(T) == 2 && MAPS == 1 && kMmasM * kFragmentsN * 4 <= 160 : EPILOGUE;
 
 #if PARTS > 1
 // Mainloop over products of parts. None is in flight on return, which -1 stands for.

@@ -14,6 +14,10 @@
 #ifndef PINGPONG
 #define PINGPONG 0
 #endif
+// Whether plain results of cooperative warpgroups have a bias or an activation.
+#ifndef EPILOGUE
+#define EPILOGUE 0
+#endif
 // The taps of a kernel row that share a tile's pixels. If there are several, rows of pixels extend beyond the
 // result's, so that pixels that are adjacent in a tile are adjacent in the source.
 #ifndef TAPS

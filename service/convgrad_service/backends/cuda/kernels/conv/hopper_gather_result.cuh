@@ -51,7 +51,7 @@ struct Results {
   template <bool kFinishes>
   __device__ __forceinline__ void store(float (&accum)[kMmasM][kFragmentsN][4]) const {
     if (args.plain) {
-      if (kFinishes && args.plain == 2) {
+      if (kFinishes && (EPILOGUE || args.plain == 2)) {
         store_rows<true>(accum);
       } else {
         store_rows<false>(accum);

@@ -20,7 +20,7 @@ constexpr u32 kABytes = (BM + (TAPS > 1 ? 8 : 0)) * kRowBytes, kBBytes = kBoxes 
 constexpr u32 kStageBytes = kABytes + TAPS * kBBytes;
 constexpr int kWarpgroupRows = BM / CONSUMERS, kMmasM = kWarpgroupRows / 64, kFragmentsN = BN / 8;
 // Registers allow the code for a bias and an activation.
-constexpr bool kFinishes = sizeof(RESULT) == 2 && kMmasM * kFragmentsN * 4 <= 112;
+constexpr bool kFinishes = sizeof(T) == 2 && PARTS == 1 && MAPS == 1 && kMmasM * kFragmentsN * 4 <= 128;
 constexpr int kBoxBytes = kTileK * kRowBytes;
 constexpr Major kWeights = ACROSS ? kMajorMn : kMajorK;
 constexpr int kConsumers = CONSUMERS * 128, kThreads = kConsumers + 64;

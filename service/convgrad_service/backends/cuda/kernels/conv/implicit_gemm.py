@@ -60,8 +60,8 @@ __all__ = ["ImplicitGemm", "gemm_of"]
 
 OPERATIONS = {"fwd": "kFprop", "bwd_data": "kDgrad", "bwd_weight": "kWgrad"}
 LEAST_VECTOR = 4
-VECTORS = {2: (16, 8, 4), 4: (16, 4)}
-"""Bytes per cp.async, by those of an element."""
+VECTORS = (16, 8, 4)
+"""Bytes per cp.async."""
 COUNTERS = ZEROS_BYTES // 4
 
 
@@ -203,10 +203,12 @@ def _copies(dtype: DType, direction: str) -> Iterator[Copies]:
     """Yield all ways in which `copies_of` copies inputs."""
     wide = dtype is DType.FLOAT32
     for split in (False, True)[: 1 + wide]:
-        yield from (Copies(vector, split) for vector in VECTORS[dtype.itemsize])
+        yield from (Copies(vector, split) for vector in VECTORS)
         if wide:
             yield Copies(CHUNK_BYTES, split, FLAT_PLANES)
             yield Copies(LEAST_VECTOR, split, ANY_PLANES)
+        if wide and direction != "bwd_weight":
+            yield Copies(CHUNK_BYTES, split, ANY_PLANES)
     if wide and direction != "bwd_weight":
         yield Copies(CHUNK_BYTES, pointwise=True)
 
@@ -221,7 +223,8 @@ def copies_of(work: ConvWork) -> Copies:
         chunks = work.taps == 1 and (weight or vector_of(other, extents) == CHUNK_BYTES)
         if chunks and flat_planes(work) is not None:
             return Copies(CHUNK_BYTES, split, FLAT_PLANES)
-        return Copies(LEAST_VECTOR, split, ANY_PLANES)
+        chunks = chunks and not weight
+        return Copies(CHUNK_BYTES if chunks else LEAST_VECTOR, split, ANY_PLANES)
     vectors = [vector_of(operand, extents) for operand, extents in _inputs(work)]
     vector = min((one for one in vectors if one), default=CHUNK_BYTES)
     pointwise = all(vectors) and vector == CHUNK_BYTES and not split and is_pointwise(work)
@@ -299,9 +302,7 @@ def vector_of(operand: Operand, extents: tuple[int, ...]) -> int:
     if operand.strides[2] != 1 and extents[2] > 1:
         return 0
     fitting = (
-        vector
-        for vector in VECTORS[size]
-        if not any(n % vector for n in (extents[2] * size, *strides))
+        vector for vector in VECTORS if not any(n % vector for n in (extents[2] * size, *strides))
     )
     return next(fitting, 0)
 
