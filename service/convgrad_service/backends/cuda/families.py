@@ -97,7 +97,7 @@ OVERHEADS = {
     "implicit_gemm": Overhead(0.0, 1.0, 4e-6),
     "pointwise_gemm": Overhead(0.0),
     "hopper_gather": Overhead(0.0),
-    "hopper_halo": Overhead(6.6e-6, 1.12),
+    "hopper_halo": Overhead(5.0e-6, 1.2),
     "hopper_weight": Overhead(0.0),
     "hopper_weight_single": Overhead(0.0),
     "dense_gather": Overhead(4.7e-6, 1.09, 4.9e-6),
