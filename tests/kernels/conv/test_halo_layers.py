@@ -29,13 +29,11 @@ EPILOGUES = [
         "bilinear", alpha=2.0, beta=-0.25
     )
     for case in halo_cases()
-    if case.operation == "conv_bwd_data" and case.name in ("resnet", "odd_channels", "3d_up")
+    if case.operation == "conv_bwd_data" and case.name in ("resnet", "odd_channels", "3d")
 ]
 CASES = [*halo_cases(), *EPILOGUES]
 NONFINITE = [
-    case
-    for case in CASES
-    if case.name.split("-")[0] in ("resnet", "3d_two_depths_at_once", "3d_up")
+    case for case in CASES if case.name.split("-")[0] in ("resnet", "3d_two_depths_at_once", "3d")
 ]
 emulated = pytest.mark.skipif(not works_here(), reason="the emulator is written for x86-64")
 

@@ -18,6 +18,7 @@ HALO_LAYERS: dict[str, Conv] = {
     "no_padding": Conv(1, 64, 32, (8, 9), (3, 5)),
     "padding_beyond_the_kernel": Conv(1, 32, 32, (4, 5), (2, 2), 1, 3),
     "dilated": Conv(1, 32, 64, (13, 12), (3, 3), 1, 2, 2),
+    "rows_of_one_chunk": Conv(17, 16, 16, (16, 8), (3, 3), 1, 1),
     "wide": Conv(1, 32, 32, (3, 300), (3, 3), 1, 1),
     "1d": Conv(2, 32, 64, (333,), (3,), 1, 1),
     "1d_dilated": Conv(1, 64, 40, (70,), (5,), 1, ((8, 0),), 4),
@@ -25,12 +26,6 @@ HALO_LAYERS: dict[str, Conv] = {
     "3d_two_depths_at_once": Conv(1, 32, 32, (5, 6, 7), (3, 3, 3), 1, 1),
     "3d_few_channels_in_odd_depths": Conv(2, 24, 16, (3, 5, 6), (2, 3, 1), 1, (1, 0, 0)),
     "3d_dilated_depth": Conv(1, 32, 32, (7, 5, 5), (3, 1, 2), 1, (2, 0, 1), (2, 1, 1)),
-    "strided": Conv(1, 64, 64, (13, 11), (3, 3), 2, 1),
-    "stride_beyond_kernel": Conv(1, 32, 48, (9, 10), (1, 2), (2, 3)),
-    "stride_and_dilation": Conv(1, 32, 32, (11, 12), (3, 3), (2, 1), 2, (3, 2)),
-    "1d_strided": Conv(1, 48, 32, (90,), (8,), 4, 2),
-    "3d_up": Conv(1, 64, 96, (4, 6, 6), (2, 2, 2), 2),
-    "3d_strided": Conv(1, 32, 64, (5, 6, 7), (3, 3, 3), 2, 1),
 }
 
 

@@ -97,7 +97,7 @@ OVERHEADS = {
     "implicit_gemm": Overhead(0.0, 1.0, 4e-6),
     "pointwise_gemm": Overhead(0.0),
     "hopper_gather": Overhead(0.0),
-    "hopper_halo": Overhead(6.6e-6, 1.12),
+    "hopper_halo": Overhead(5.0e-6, 1.2),
     "hopper_weight": Overhead(0.0),
     "hopper_weight_single": Overhead(0.0),
     "dense_gather": Overhead(4.7e-6, 1.09, 4.9e-6),
@@ -220,13 +220,16 @@ DEPTHWISE_SUMS = (
     DepthwiseDirect(most_summed=MANY),
 )
 # Many channels per group, any kernel: forward and input gradient, then weight gradient.
-DENSE_CONV = (
-    ResultThroughChannelsLast(HopperHalo(), COPIES),
-    HopperHalo(),
-    ResultThroughChannelsLast(HopperGather(), COPIES),
-    HopperGather(),
-    DenseGather(),
+DENSE_CONV = ResultThroughChannelsLast(HopperGather(), COPIES), HopperGather(), DenseGather()
+# In 16-bit types, where expected times include copies.
+DENSE_CONV_16 = (
+    (ResultThroughChannelsLast(HopperGather(), COPIES, timed=True), *DENSE_CONV[1:]),
+    (ResultThroughChannelsLast(HopperHalo(), COPIES, timed=True), HopperHalo()),
+    (HopperGather(direct=True),),
 )
+COPIED_16 = {
+    f"{name}_through_channels_last": OVERHEADS[name] for name in ("hopper_gather", "hopper_halo")
+}
 DENSE_CONV_WEIGHT = (
     ResultThroughChannelsLast(HopperWeight(), COPIES),
     HopperWeight(),
@@ -269,7 +272,7 @@ WHOLE_CHUNKS = (
     PLANES_GEMM,
     SHORT_GEMM,
     _in_float32(DENSE_CONV, (HopperGather(direct=True),), SPLIT_GATHER, few_terms=SPLIT_GATHER),
-    FastestExpected(DENSE_CONV, (HopperGather(direct=True),), *GEMMS, overheads=OVERHEADS),
+    FastestExpected(*DENSE_CONV_16, *GEMMS, overheads=OVERHEADS | COPIED_16),
 )
 TUNABLE_WEIGHT = (
     PointwiseGemm(),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.core.gather_axes import Axis, Phase
@@ -258,7 +258,7 @@ SPLIT = (
     *((64, 64, 1, 1, 1), (64, 64, 1, 2, 1), (64, 64, 1, 1, 3), (64, 192, 1, 1, 1)),
     *((128, 64, 1, 1, 1), (128, 64, 1, 2, 1), (128, 64, 2, 1, 3), (128, 128, 2, 1, 1)),
 )
-WHOLE = ((64, 64, 1, 2, 3), (256, 64, 2, 1, 3))
+WHOLE = ((256, 64, 2, 1, 3),)
 SPLITS = (1, 2, 3, 4, 6, 8)
 TILES = (
     HopperTile(128, 256),
@@ -282,8 +282,9 @@ TILES = (
     ),
 )
 """Tile shapes that were the fastest for some layer."""
-OF_FLOAT32 = HopperTile(128, 160, pingpong=True)
-"""In TF32, 27 layers take 1.12 times as long without it; in 16-bit types, 15 layers 0.985 times."""
+OF_FLOAT32 = ("128x160a", "128x256w2", "128x224w2", "64x192s1")
+"""Tiles of TF32 alone. Without the first, 27 layers take 1.12 times as long in TF32, and 15 layers
+0.985 times in 16-bit types, where one of the others was the fastest of 6 of 337 layers."""
 
 
 PART_TILES = (
@@ -306,5 +307,6 @@ def tiles_of(dtype: DType, parts: int = 1) -> tuple[HopperTile, ...]:
     if parts > 1:
         return PART_TILES
     if dtype.itemsize == 2:
-        return tuple(tile for tile in TILES if tile.n >= BOX_ROWS and tile != OF_FLOAT32)
+        wide = (tile for tile in TILES if tile.n >= BOX_ROWS)
+        return tuple(tile for tile in wide if str(replace(tile, split=1)) not in OF_FLOAT32)
     return tuple(tile for tile in TILES if tile.m * tile.n <= MOST_SUMS)

@@ -1,18 +1,17 @@
 // Dense convolution with few channels on Hopper, fprop or dgrad (TMA, wgmma). The source of a tile
 // and its halo is loaded once, rather than once per tap. Launched by hopper_halo.py. Needs sm_90a.
 //
-//   y[n, k, y0 + m*y_step] = sum over taps j and c of x[n, c, m*x_step + offset(j)] * w[k, c, tap(j)].
+//   y[n, k, m] = sum over taps j and c of x[n, c, m + offset(j)] * w[k, c, tap(j)], as the stride is 1.
 // GEMM per tap: M = 64 result channels, N = COLUMNS positions, K = 32 source channels. Positions are numbered
 // along the rows of a slice of the source including its halo, so a tap is a displacement: its operand is the
 // slice from some pixel on, 64 bytes per pixel. Columns beyond the ends of rows are computed and discarded.
 //
 // Grid: a tile is a box of positions of one image and channel tile; a block takes tiles blockIdx.x,
 //   + gridDim.x, ...
-// Block (384 threads): two consumer warpgroups, which divide the columns or the result channels, and a
+// Block (384 threads): two consumer warpgroups, which divide the columns, and a
 //   producer warpgroup: one warp loads source slices (boxes over W and H) through a pipeline of stages,
 //   another loads weights through a second pipeline, or once where all of them fit. Tables
-//   (hopper_halo_args.cuh) list passes, each of which accumulates one result of the tile, and their slices,
-//   k-steps and taps. With 32 result channels M holds them twice: for a position with one tap, and for the
+//   (hopper_halo_args.cuh) list the slices, k-steps and taps of a tile. With 32 result channels M holds them twice: for a position with one tap, and for the
 //   position one deeper with the tap before it.
 // Shared memory: the tables; dynamic: 1,024 bytes of alignment, stages, weights, mbarriers; counted by
 //   hopper_halo_tiles.py.
@@ -47,15 +46,6 @@ struct Barriers {
   u32 x_full, x_empty, w_full, w_empty;
 };
 
-template <int kFragments>
-__device__ __forceinline__ void clear_sums(float (&sum)[kFragments][4]) {
-#pragma unroll
-  for (int j = 0; j < kFragments; ++j) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) sum[j][e] = 0;
-  }
-}
-
 __device__ void load_source(const HopperHaloArgs& args, const HaloTables& tables, u32 ring,
                             const Barriers& barriers) {
   PipelineState state;
@@ -66,10 +56,9 @@ __device__ void load_source(const HopperHaloArgs& args, const HaloTables& tables
         mbarrier_wait(barriers.x_empty + 8 * state.index, state.parity ^ 1);
         const u32 full = barriers.x_full + 8 * state.index;
         mbarrier_arrive_expect_tx(full, args.box_bytes);
-        const HaloSlice& from = tables.slice[slice];
-        const int corner[5] = {chunk * kTileK, tile_at.m[2] * args.x_step[2] + from.at[2],
-                               tile_at.m[1] * args.x_step[1] + from.at[1],
-                               tile_at.m[0] * args.x_step[0] + from.at[0], tile_at.n};
+        const int corner[5] = {chunk * kTileK, tile_at.m[2] + args.first[1],
+                               tile_at.m[1] + args.first[0], tile_at.m[0] + tables.depth[slice],
+                               tile_at.n};
         tma_load(ring + state.index * args.stage_bytes, args.x_map, full, corner);
       }
     }
@@ -78,7 +67,7 @@ __device__ void load_source(const HopperHaloArgs& args, const HaloTables& tables
 
 __device__ __forceinline__ void load_weight(const HopperHaloArgs& args, const HaloLoad& load, u32 to,
                                             u32 full, int chunk, int channel_tile) {
-  const int channel = (channel_tile + load.block) * args.row_channels;
+  const int channel = channel_tile * args.row_channels;
   const int corner[5] = {ACROSS ? channel : chunk * kTileK, ACROSS ? chunk * kTileK : channel,
                          load.t, load.s, load.r};
   tma_load(to + load.to * 16, args.w_map, full, corner, kEvictLast);
@@ -86,12 +75,11 @@ __device__ __forceinline__ void load_weight(const HopperHaloArgs& args, const Ha
 
 __device__ void load_weights(const HopperHaloArgs& args, const HaloTables& tables, u32 weights,
                              const Barriers& barriers) {
-  const int blocks = 1 + args.group_blocks;
   if (args.slots == 0) {
     for (int chunk = 0; chunk < args.chunks; ++chunk) {
       const u32 full = barriers.w_full + 8 * chunk;
-      mbarrier_arrive_expect_tx(full, args.all_loads * args.load_bytes);
-      for (int i = 0; i < args.all_loads; ++i) {
+      mbarrier_arrive_expect_tx(full, args.steps * args.load_bytes);
+      for (int i = 0; i < args.steps; ++i) {
         load_weight(args, tables.load[i], weights + chunk * args.chunk_bytes, full, chunk, 0);
       }
     }
@@ -100,19 +88,13 @@ __device__ void load_weights(const HopperHaloArgs& args, const HaloTables& table
   PipelineState state;
   for (int tile = blockIdx.x; tile < args.all_tiles; tile += gridDim.x) {
     const HaloTile tile_at(args, tile);
-    for (int pass = 0; pass < args.passes; ++pass) {
-      for (int chunk = 0; chunk < args.chunks; ++chunk) {
-        for (int i = 0; i < tables.pass[pass].steps; ++i, state.advance(args.slots)) {
-          const HaloStep& step = tables.step[tables.pass[pass].first_step + i];
-          mbarrier_wait(barriers.w_empty + 8 * state.index, state.parity ^ 1);
-          const u32 full = barriers.w_full + 8 * state.index;
-          mbarrier_arrive_expect_tx(full, step.loads * args.load_bytes);
-          for (int j = 0; j < step.loads; ++j) {
-            load_weight(args, tables.load[step.first_load + j],
-                        weights + state.index * args.slot_bytes, full, chunk,
-                        tile_at.channel_tile * blocks);
-          }
-        }
+    for (int chunk = 0; chunk < args.chunks; ++chunk) {
+      for (int step = 0; step < args.steps; ++step, state.advance(args.slots)) {
+        mbarrier_wait(barriers.w_empty + 8 * state.index, state.parity ^ 1);
+        const u32 full = barriers.w_full + 8 * state.index;
+        mbarrier_arrive_expect_tx(full, args.load_bytes);
+        load_weight(args, tables.load[step], weights + state.index * args.slot_bytes, full, chunk,
+                    tile_at.channel_tile);
       }
     }
   }
@@ -173,82 +155,72 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                        : twice ? mn_major_descriptor<64>(0, kHalfBytes)
                                : mn_major_descriptor<128>(0);
     const u32 a_next = !ACROSS ? 2 : twice ? 16 * 64 / 16 : 16 * 128 / 16;
-    const u64 a_first = a_kind + (weights >> 4) + group * args.group_weights;
+    const u64 a_first = a_kind + (weights >> 4);
     const u64 b_first =
-        k_major_descriptor<64>(ring) + group * args.group_pixels * (kRowBytes / 16);
+        k_major_descriptor<64>(ring) + group * kColumns * (kRowBytes / 16);
 
-    float sum[kColumns / 8][4];
-    clear_sums(sum);
-    PipelineState first, w_state;  // the former is of the tile's first slice
+    float sum[kColumns / 8][4] = {};
+    PipelineState x_state, w_state;
     for (int tile = blockIdx.x; tile < args.all_tiles; tile += gridDim.x) {
-      PipelineState x_state;
-      for (int pass = 0; pass < args.passes; ++pass) {
-        const HaloPass& now = tables.pass[pass];
-        int add = 0;  // scale_d: accumulate onto the previous sums
-        // mbarriers to arrive at once the previous step is complete, or 0.
-        u32 x_empty_barrier = 0, w_empty_barrier = 0;
-        const auto release = [&] {
-          if (lane == 0) {
-            if (x_empty_barrier != 0) mbarrier_arrive(x_empty_barrier);
-            if (w_empty_barrier != 0) mbarrier_arrive(w_empty_barrier);
-          }
-          __syncwarp();
-          x_empty_barrier = w_empty_barrier = 0;
-        };
-        // Also waits for the previous wgmmas.
-        const auto multiply_taps = [&](u64 a_step, u64 b_step, const HaloTap* from, auto count) {
-          HaloTap tap[count.value];
-#pragma unroll
-          for (int i = 0; i < count.value; ++i) tap[i] = from[i];
-          wgmma_fence();
-#pragma unroll
-          for (int i = 0; i < count.value; ++i) {
-            const u64 a = a_step + tap[i].weight, b = b_step + tap[i].pixel;
-            wgmma<T, kWeights, kMajorK>(sum, a, b, i == 0 ? add : 1);
-            wgmma<T, kWeights, kMajorK>(sum, a + a_next, b + 2, 1);
-          }
-          add = 1;
-          wgmma_commit();
-          wgmma_wait<1>();
-          release();
-        };
-        x_state = first;
-        for (int chunk = 0; chunk < args.chunks; ++chunk) {
-          int slice = 0;
-          for (int i = 0; i < now.steps; ++i) {
-            const HaloStep step = tables.step[now.first_step + i];
-            const int taps = __shfl_sync(0xffffffff, static_cast<int>(step.taps), 0);
-            for (; slice < step.slice; ++slice) x_state.advance(args.stages);
-            const u32 w_at = args.slots == 0 ? chunk : w_state.index;
-            mbarrier_wait(barriers.x_full + 8 * x_state.index, x_state.parity);
-            mbarrier_wait(barriers.w_full + 8 * w_at, w_state.parity);
-            const u64 a_step =
-                a_first + (w_at * (args.slots == 0 ? args.chunk_bytes : args.slot_bytes) >> 4);
-            const u64 b_step = b_first + (static_cast<u32>(x_state.index) * args.stage_bytes >> 4);
-            // Three taps at a time, so that the tensor cores do not wait for address arithmetic.
-            int j = 0;
-            for (; j + 3 <= taps; j += 3) {
-              multiply_taps(a_step, b_step, &tables.tap[step.first_tap + j], Count<3>());
-            }
-            if (j + 2 == taps) {
-              multiply_taps(a_step, b_step, &tables.tap[step.first_tap + j], Count<2>());
-            } else if (j + 1 == taps) {
-              multiply_taps(a_step, b_step, &tables.tap[step.first_tap + j], Count<1>());
-            }
-            x_empty_barrier = step.last ? barriers.x_empty + 8 * x_state.index : 0;
-            w_empty_barrier = args.slots != 0 ? barriers.w_empty + 8 * w_at : 0;
-            if (args.slots != 0) w_state.advance(args.slots);
-          }
-          for (; slice < args.slices; ++slice) x_state.advance(args.stages);
+      int add = 0;  // scale_d: accumulate onto the previous sums
+      // mbarriers to arrive at once the previous step is complete, or 0.
+      u32 x_empty_barrier = 0, w_empty_barrier = 0;
+      const auto release = [&] {
+        if (lane == 0) {
+          if (x_empty_barrier != 0) mbarrier_arrive(x_empty_barrier);
+          if (w_empty_barrier != 0) mbarrier_arrive(w_empty_barrier);
         }
-        HaloResults results(args, now, HaloTile(args, tile));
-        wgmma_wait<0>();
-        fence_accumulators(sum);
+        __syncwarp();
+        x_empty_barrier = w_empty_barrier = 0;
+      };
+      // Also waits for the previous wgmmas.
+      const auto multiply_taps = [&](u64 a_step, u64 b_step, const HaloTap* from, auto count) {
+        HaloTap tap[count.value];
+#pragma unroll
+        for (int i = 0; i < count.value; ++i) tap[i] = from[i];
+        wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < count.value; ++i) {
+          const u64 a = a_step + tap[i].weight, b = b_step + tap[i].pixel;
+          wgmma<T, kWeights, kMajorK>(sum, a, b, i == 0 ? add : 1);
+          wgmma<T, kWeights, kMajorK>(sum, a + a_next, b + 2, 1);
+        }
+        add = 1;
+        wgmma_commit();
+        wgmma_wait<1>();
         release();
-        if (now.steps == 0) clear_sums(sum);
-        put_results<T>(results, sum, staging + warp * kHaloStaging);
+      };
+      for (int chunk = 0; chunk < args.chunks; ++chunk) {
+        for (int i = 0; i < args.steps; ++i) {
+          const HaloStep step = tables.step[i];
+          const int taps = __shfl_sync(0xffffffff, static_cast<int>(step.taps), 0);
+          const u32 w_at = args.slots == 0 ? chunk : w_state.index;
+          mbarrier_wait(barriers.x_full + 8 * x_state.index, x_state.parity);
+          mbarrier_wait(barriers.w_full + 8 * w_at, w_state.parity);
+          const u64 a_step =
+              a_first + (w_at * (args.slots == 0 ? args.chunk_bytes : args.slot_bytes) >> 4);
+          const u64 b_step = b_first + (static_cast<u32>(x_state.index) * args.stage_bytes >> 4);
+          // Three taps at a time, so that the tensor cores do not wait for address arithmetic.
+          int j = 0;
+          for (; j + 3 <= taps; j += 3) {
+            multiply_taps(a_step, b_step, &tables.tap[step.first_tap + j], Count<3>());
+          }
+          if (j + 2 == taps) {
+            multiply_taps(a_step, b_step, &tables.tap[step.first_tap + j], Count<2>());
+          } else if (j + 1 == taps) {
+            multiply_taps(a_step, b_step, &tables.tap[step.first_tap + j], Count<1>());
+          }
+          x_empty_barrier = step.last ? barriers.x_empty + 8 * x_state.index : 0;
+          w_empty_barrier = args.slots != 0 ? barriers.w_empty + 8 * w_at : 0;
+          if (step.last) x_state.advance(args.stages);
+          if (args.slots != 0) w_state.advance(args.slots);
+        }
       }
-      first = x_state;
+      HaloResults results(args, HaloTile(args, tile));
+      wgmma_wait<0>();
+      fence_accumulators(sum);
+      release();
+      put_results<T>(results, sum, staging + warp * kHaloStaging);
     }
   }
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from math import prod
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.conv.hopper_gather_plan import (
@@ -34,32 +33,14 @@ from convgrad_service.plans.cuda.works import ConvWork, Operand
 
 __all__ = ["HopperHalo"]
 
-MAX_PASSES, MAX_SLICES, MAX_STEPS, MAX_TAPS = 8, 16, 64, 128
+MAX_TAPS = 128
 LEAST_CHANNELS = 16
 # Beyond these, other families are faster (measured on an H200).
 LEAST_TAPS, MOST_READ, MOST_WRITTEN = 9, 128, 96
-MAX_EXTENT, MAX_KERNEL, MAX_STEP, MAX_BOX = 2**28, 127, 8, 256
+MAX_EXTENT, MAX_KERNEL, MAX_BOX = 2**28, 127, 256
 MAX_INDEX = 2**31 - 1
 THREADS = 384
 CLOCKS_A_SECOND = 1.7e9  # SM clock of an H200 under load
-
-
-PassArgs = structure("conv/hopper_halo_args.cuh", "HaloPass")
-
-
-SliceArgs = structure("conv/hopper_halo_args.cuh", "HaloSlice")
-
-
-StepArgs = structure("conv/hopper_halo_args.cuh", "HaloStep")
-
-
-TapArgs = structure("conv/hopper_halo_args.cuh", "HaloTap")
-
-
-LoadArgs = structure("conv/hopper_halo_args.cuh", "HaloLoad")
-
-
-TablesArgs = structure("conv/hopper_halo_args.cuh", "HaloTables")
 
 
 HopperHaloArgs = structure("conv/hopper_halo_args.cuh", "HopperHaloArgs")
@@ -87,23 +68,18 @@ class HopperHalo:
         channels = work.in_channels, work.out_channels
         if min(channels) < LEAST_CHANNELS:
             return f"{channels[0]} and {channels[1]} channels would leave most of a product"
+        if max(work.stride) > 1:
+            return f"a stride of {work.stride}: each phase has few taps for a slice"
         if not self._anything and (reason := _slower(work)) is not None:
             return reason
-        if work.direction == "fwd" and max(work.stride[1:]) > MAX_STEP:
-            return f"stride {max(work.stride[1:])} forward, more than TMA's {MAX_STEP}"
         if max(work.kernel) > MAX_KERNEL or work.taps > MAX_TAPS:
             return f"a kernel of {work.kernel}"
         reach = max(*work.input, *work.output, *(abs(pad) for pad in work.pad))
         if reach > MAX_EXTENT:
             return f"positions reach {reach}, beyond {MAX_EXTENT}"
-        if work.direction == "bwd_data" and prod(work.stride) > MAX_PASSES:
-            return f"a stride of {work.stride} makes more than {MAX_PASSES} phases"
+        if max(work.result.strides[4:]) * MAX_BOX * 2 > MAX_INDEX:
+            return f"a stride of {max(work.result.strides[4:])} elements between rows of the result"
         axes = [gather_axis(work, dim) for dim in range(3)]
-        rows = zip(axes[1:], work.result.strides[4:], strict=True)
-        if max(axis.y_step * stride for axis, stride in rows) * MAX_BOX * 2 > MAX_INDEX:
-            return f"a stride of {max(work.result.strides[3:])} elements between rows of the result"
-        if any(all(phase.taps == 0 for phase in axis.phases) for axis in axes):
-            return "all taps are in the padding"
         if not some_tile_fits(work, axes, device):
             return "no tile and its halo fit into shared memory"
         return None
@@ -158,7 +134,7 @@ class HopperHalo:
             f"{self.name}_{work.direction}_{tile.name}",
             (*before, launch),
             (*x.workspace, *w.workspace),
-            expected_s=tile.clocks(device) / CLOCKS_A_SECOND,
+            expected_s=tile.clocks(device) / CLOCKS_A_SECOND + x.copy_s,
         )
 
     def tuned(self, config: str, work: ConvWork, device: CudaDevice) -> HopperHalo | None:
@@ -177,8 +153,6 @@ class HopperHalo:
 def _slower(work: ConvWork) -> str | None:
     """Return why another kernel is at least as fast (measured on an H200), or None."""
     read, written = work.channels
-    if max(work.stride) > 1:
-        return f"a stride of {work.stride}: each phase has few taps for a slice"
     if work.taps < LEAST_TAPS:
         return f"{work.taps} taps for a slice"
     if read > MOST_READ or written > MOST_WRITTEN:
@@ -207,25 +181,21 @@ def _source_map(work: ConvWork, operand: Operand, axes: Sequence[Axis], tile: Ha
         ),
         strides=_bytes(operand, (w, h, d, n)),
         swizzle=2 * CHUNK,
-        steps=(1, axes[2].x_step, axes[1].x_step, 1, 1),
-        box=(CHUNK, tile.row_pixels * axes[2].x_step, tile.rows * axes[1].x_step, 1, 1),
+        box=(CHUNK, tile.row_pixels, tile.rows, 1, 1),
     )
 
 
 def _weight_map(work: ConvWork, operand: Operand, tile: HaloTile, *, backward: bool) -> TiledMap:
     _, k, _, t, r, s = operand.strides
     channels, halves = (32, 2) if tile.twice else (64, 1)
-    tables = tile.tables
     kernel = work.kernel[0], work.kernel[2], work.kernel[1]
     box = (channels, CHUNK) if backward else (CHUNK, channels)
-    reach = (halves - 1) * tables.t_step + 1, (tables.run - 1) * tables.s_step + 1
     return TiledMap(
         dtype=operand.dtype,
         sizes=(_whole(work.in_channels), work.out_channels, *kernel),
         strides=_bytes(operand, (k, t, s, r)),
         swizzle=2 * box[0],
-        steps=(1, 1, tables.t_step, tables.s_step, 1),
-        box=(*box, *reach, 1),
+        box=(*box, halves, tile.tables.run, 1),
     )
 
 

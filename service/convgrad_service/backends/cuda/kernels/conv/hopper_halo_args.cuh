@@ -5,41 +5,30 @@
 
 namespace convgrad {
 
-constexpr int kMaxHaloPasses = 8, kMaxHaloSlices = 16, kMaxHaloSteps = 64, kMaxHaloTaps = 128;
+constexpr int kMaxHaloSlices = 16, kMaxHaloSteps = 64, kMaxHaloTaps = 128;
 
-// One result of each tile: positions y0 + m*y_step, m < `count`, of the result.
-struct HaloPass {
-  int first_step, steps;
-  int y0[3], count[3];
-};
-// A box of the source: its offset from the tile's first position.
-struct HaloSlice {
-  int at[3];
-};
 // k-steps on one slice whose weights are loaded together.
 struct HaloStep {
-  unsigned char slice, taps, loads;
-  unsigned char last;  // the last step on its slice, over all passes
-  unsigned short first_tap, first_load;
+  unsigned char taps;
+  unsigned char last;  // the last step on its slice
+  unsigned short first_tap;
 };
 struct HaloTap {
   unsigned short pixel;   // offset in the slice of the tile's first position, in 16 bytes
   unsigned short weight;  // offset of its weights, in 16 bytes
 };
-// A box of the weight: consecutive taps along S, 32 source channels, and the result channels of a
-// box. If M has two depths, it holds the tap along T and the next one.
+// A step's box of the weight: consecutive taps along S, 32 source channels, and the result channels of a
+// tile. If M has two depths, it holds the tap along T and the next one.
 struct HaloLoad {
   unsigned short to;    // in 16 bytes
   signed char t, r, s;  // of the first tap; outside the kernel zeros are loaded
-  unsigned char block;  // of result channels
 };
 
 struct HaloTables {
-  HaloPass pass[kMaxHaloPasses];
-  HaloSlice slice[kMaxHaloSlices];
   HaloStep step[kMaxHaloSteps];
   HaloTap tap[kMaxHaloTaps];
-  HaloLoad load[kMaxHaloTaps];
+  HaloLoad load[kMaxHaloSteps];
+  int depth[kMaxHaloSlices];  // of each slice, from the tile's first position
 };
 
 struct HopperHaloArgs {
@@ -62,22 +51,19 @@ struct HopperHaloArgs {
   int tiles[3];
   int channel_tiles;
   int all_tiles;
-  int x_step[3];  // source positions per position
-  int y_step[3];  // result positions per position
+  int size[3];  // positions of the result
+  int first[2];  // row and pixel of a slice's first one, from the tile's first position
   int row_pixels;  // pixels of a slice's row
   u32 row_factor;  // for division by it, see core/divider.cuh
   // The source's pipeline, and the weights': `slots` stages, or (slots 0) all weights resident.
   int chunks;      // chunks of 32 channels
-  int slices;
+  int slices, steps;
   int stages, stage_bytes, box_bytes;
   int slots, slot_bytes, load_bytes;
-  int all_loads, chunk_bytes;  // resident weights: of one chunk
+  int chunk_bytes;             // resident weights: of one chunk
   int shared_weights;          // offset of the weights in shared memory
-  // Offsets of the second warpgroup's part: in pixels, channel blocks, and 16 bytes of weights.
-  int group_pixels, group_blocks, group_weights;
   int row_channels;  // result channels in M: 64, or 32 twice (the second time one position deeper)
   int deeper_first;  // in the latter case, rows of the deeper position come first
-  int passes;
   HaloTables tables;
 };
 

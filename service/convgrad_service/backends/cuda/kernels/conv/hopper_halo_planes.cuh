@@ -20,7 +20,7 @@ __device__ __forceinline__ void put_chunks(const Results& to, const float (&sum)
   const HopperHaloArgs& args = to.args;
   const int lane = threadIdx.x & 31, left = args.out_channels - to.channel;
   const int across = args.tile[2] / 8, all = to.rows * across;
-  const u32 factor = 0xffffffffu / across + 1;  // for division by it
+  const u32 factor = 0xffffu / across + 1;  // for division by it
   T* const y = static_cast<T*>(args.y) + to.at;
   // The number of chunks that end before a position, counted along rows with their halo.
   const auto ended = [&](int position) {
@@ -45,11 +45,11 @@ __device__ __forceinline__ void put_chunks(const Results& to, const float (&sum)
       end = max(end & ~1, done);
     } else if (end < all) {
       // If this chunk begins here, the other warpgroup has the rest of its columns.
-      const int h = __umulhi(end, factor);
+      const int h = end * factor >> 16;
       end += h * args.row_pixels + (end - h * across) * 8 < to.first_column + kAll;
     }
     for (int chunk = done + lane % 4; chunk < end; chunk += 4) {
-      const int h = __umulhi(chunk, factor), w = (chunk - h * across) * 8;
+      const int h = chunk * factor >> 16, w = (chunk - h * across) * 8;
       const int column = h * args.row_pixels + w - to.first_column;
       const bool whole = column >= 0 && column + 8 <= kAll;
       T* const here = y + h * to.row_step + w;

@@ -29,16 +29,14 @@ struct HaloTile {
 // The results of a warp's columns.
 struct HaloResults {
   const HopperHaloArgs& args;
-  const HaloPass& pass;
   int n, channel, m[3];  // the warp's first channel, the tile's first position
   int first_column;
   int rows, width;  // the tile's positions inside the result
   i64 at;  // offset of the first channel at the tile's first position
   int row_step, step;  // strides between rows and between positions of a row
 
-  __device__ __forceinline__ HaloResults(const HopperHaloArgs& args, const HaloPass& pass,
-                                         const HaloTile& tile)
-      : args(args), pass(pass), n(tile.n) {
+  __device__ __forceinline__ HaloResults(const HopperHaloArgs& args, const HaloTile& tile)
+      : args(args), n(tile.n) {
     const int warp = threadIdx.x / 32, group = warp / 4;
     int row = warp % 4 * 16;
 #pragma unroll
@@ -47,22 +45,19 @@ struct HaloResults {
       m[0] += row / 32 ^ args.deeper_first;
       row %= 32;
     }
-    const int block = tile.channel_tile * (1 + args.group_blocks) + group * args.group_blocks;
-    channel = block * args.row_channels + row;
-    first_column = group * args.group_pixels;
-    rows = min(args.tile[1], pass.count[1] - m[1]);
-    width = min(args.tile[2], pass.count[2] - m[2]);
-    row_step = args.y_step[1] * static_cast<int>(args.y_stride[4]);
-    step = args.y_step[2] * static_cast<int>(args.y_stride[5]);
+    channel = tile.channel_tile * args.row_channels + row;
+    first_column = group * COLUMNS;
+    rows = min(args.tile[1], args.size[1] - m[1]);
+    width = min(args.tile[2], args.size[2] - m[2]);
+    row_step = static_cast<int>(args.y_stride[4]);
+    step = static_cast<int>(args.y_stride[5]);
     at = n * args.y_stride[0] + channel * args.y_stride[2];
 #pragma unroll
-    for (int dim = 0; dim < 3; ++dim) {
-      at += (pass.y0[dim] + static_cast<i64>(m[dim]) * args.y_step[dim]) * args.y_stride[3 + dim];
-    }
+    for (int dim = 0; dim < 3; ++dim) at += m[dim] * args.y_stride[3 + dim];
   }
   // Whether there are any results.
   __device__ __forceinline__ bool some() const {
-    return channel < args.out_channels && m[0] < pass.count[0];
+    return channel < args.out_channels && m[0] < args.size[0];
   }
   // Row and position of a column, from the tile's first position; returns whether it has a result.
   __device__ __forceinline__ bool position(int column, int& h, int& w) const {

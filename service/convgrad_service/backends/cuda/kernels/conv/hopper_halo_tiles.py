@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from math import gcd, prod
-from typing import Any, Literal
+from typing import Any
 
 from convgrad_service.backends.cuda.kernels.conv.hopper_gather_plan import (
     pixels_beside,
@@ -17,7 +17,6 @@ from convgrad_service.backends.cuda.kernels.conv.hopper_halo_tables import (
     TAP_BYTES,
     Halo,
     Tables,
-    depth_step,
     halo_of,
     tables_of,
 )
@@ -29,27 +28,25 @@ from convgrad_service.problems.sizes import Size3
 
 __all__ = ["COLUMNS", "GROUPS", "TABLE_BYTES", "HaloTile", "halo_tiles", "some_tile_fits"]
 
-COLUMNS = (64, 112, 144, 208, 240)
+COLUMNS = (64, 144, 208, 240)
 """N of a wgmma, by instance, up to what a warpgroup's registers hold."""
 GROUPS = 2
 """Consumer warpgroups."""
 ROW_BYTES = 2 * CHUNK
 # Positions per vector store, and bytes of the staging buffers of all warps, with alignment.
 GROUP, STAGING_BYTES = 8, 8 * 16 * (64 * 2 + 16) + 16
-MOST_BOX, MOST_STEP = 256, 8
+MOST_BOX = 256
 LEAST_WIDTH = 7
-MOST_STAGES = 16
+LEAST_STAGES, MOST_STAGES = 2, 16
 SLOTS = (6, 4, 3, 2)
 ALIGNMENT = 1024
-TABLES = {"passes": 8, "steps": 64, "taps": 128, "loads": 128}
+TABLES = {"steps": 64, "taps": 128}
 MOST_SLICES = 16
-TABLE_BYTES = 2304
+TABLE_BYTES = 1216
 """The capacity of the tables in the kernel parameters."""
-# Cost model, in clocks of an H200: overhead of a pass, of streaming weights through a tile, and of
+# Cost model, in clocks of an H200: overhead of a tile, of streaming weights through it, and of
 # a launch; and the bytes that an SM loads per clock.
-PASS_CLOCKS, STREAM_CLOCKS, LAUNCH_CLOCKS, BYTES_A_CLOCK = 1500, 1200, 6000, 22
-
-Split = Literal["columns", "channels"]
+TILE_CLOCKS, STREAM_CLOCKS, LAUNCH_CLOCKS, BYTES_A_CLOCK = 1500, 1200, 6000, 22
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,16 +68,15 @@ class Problem:
 
     @property
     def extents(self) -> Size3:
-        """Positions of the largest phase along D, H and W."""
-        d, h, w = (max(phase.count for phase in axis.phases) for axis in self.axes)
+        """Positions of the result along D, H and W."""
+        d, h, w = (axis.phases[0].count for axis in self.axes)
         return d, h, w
 
     @property
     def twice(self) -> bool:
         """Whether a product has the results of two depths, as channels fill only half of its M."""
-        step = depth_step(self.axes)
         few = self.channels[1] <= CHUNK and self.extents[0] > 1
-        return few and step is not None and step <= MOST_STEP
+        return few and abs(self.axes[0].x_tap) == 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +85,8 @@ class HaloTile:
 
     Attributes
     ----------
-    split
-        What is divided between the two consumer warpgroups: columns, or result channels.
     columns
-        N of a wgmma.
+        N of a wgmma; the two consumer warpgroups have half of a tile's each.
     extent
         Positions of the tile along D, H and W.
     stages, slots
@@ -102,7 +96,6 @@ class HaloTile:
     problem: Problem
     halo: Halo
     tables: Tables
-    split: Split
     columns: int
     extent: Size3
     stages: int
@@ -111,7 +104,7 @@ class HaloTile:
     @property
     def name(self) -> str:
         d, h, w = self.extent
-        return f"{d}x{h}x{w}_{self.split}{self.columns}{'_stay' if self.slots == 0 else ''}"
+        return f"{d}x{h}x{w}_columns{self.columns}{'_stay' if self.slots == 0 else ''}"
 
     @property
     def twice(self) -> bool:
@@ -130,13 +123,8 @@ class HaloTile:
         return d, h, w
 
     @property
-    def blocks(self) -> int:
-        """Blocks of 64 result channels in a tile."""
-        return GROUPS if self.split == "channels" else 1
-
-    @property
     def channel_tiles(self) -> int:
-        return ceil_div(self.problem.channels[1], 64 * self.blocks)
+        return ceil_div(self.problem.channels[1], 64)
 
     @property
     def count(self) -> int:
@@ -177,8 +165,7 @@ class HaloTile:
         wgmma reads past the end of a slice, and this must be allocated too.
         """
         barriers = 16 * (self.stages + (self.slots or self.chunks))
-        columns = self.columns * GROUPS // self.blocks
-        last = max(tap.pixel for tap in self.tables.taps) + columns
+        last = max(tap.pixel for tap in self.tables.taps) + self.columns * GROUPS
         past = last * ROW_BYTES - self.stage_bytes
         staging = STAGING_BYTES if self.staged else 0
         return (
@@ -197,10 +184,10 @@ class HaloTile:
         """Return the expected clocks of a launch."""
         depths = 2 * self.chunks
         products = len(self.tables.taps) * depths * self.columns / 2 * GROUPS
-        moved = self.chunks * len(self.halo.slices) * self.box_bytes
+        moved = self.chunks * len(self.halo.depths) * self.box_bytes
         if self.slots:
-            moved += self.chunks * len(self.tables.loads) * self.load_bytes
-        tile = max(products, moved / BYTES_A_CLOCK) + PASS_CLOCKS * len(self.tables.passes)
+            moved += self.chunks * len(self.tables.steps) * self.load_bytes
+        tile = max(products, moved / BYTES_A_CLOCK) + TILE_CLOCKS
         if self.slots:
             tile += STREAM_CLOCKS
         # With resident weights, the first product waits for a whole chunk of them.
@@ -209,41 +196,34 @@ class HaloTile:
 
     def describe(self, args: Any) -> None:
         """Fill in the kernel parameters that depend on the tile."""
-        tables, halo, axes = self.tables, self.halo, self.problem.axes
+        tables, halo = self.tables, self.halo
         args.tile[:], args.tiles[:] = self.extent, self.tiles
         args.channel_tiles, args.all_tiles = self.channel_tiles, self.count
-        args.x_step[:] = [axis.x_step for axis in axes]
-        args.y_step[:] = [axis.y_step for axis in axes]
+        args.size[:], args.first[:] = self.problem.extents, halo.first
         args.row_pixels = self.row_pixels
         args.row_factor = ceil_div(2**32, self.row_pixels)
-        args.chunks, args.slices, args.stages = self.chunks, len(halo.slices), self.stages
-        args.stage_bytes, args.box_bytes = self.stage_bytes, self.box_bytes
+        args.chunks, args.slices, args.steps = self.chunks, len(halo.depths), len(tables.steps)
+        args.stages, args.stage_bytes, args.box_bytes = (
+            self.stages,
+            self.stage_bytes,
+            self.box_bytes,
+        )
         args.slots, args.slot_bytes = self.slots, tables.slot_bytes
         args.load_bytes = self.load_bytes
-        args.all_loads, args.chunk_bytes = len(tables.loads), tables.slot_bytes
+        args.chunk_bytes = tables.slot_bytes
         args.shared_weights = self.stages * self.stage_bytes
-        if self.split == "columns":
-            args.group_pixels = self.columns
-        else:
-            args.group_blocks, args.group_weights = 1, self.load_bytes // 16
         args.row_channels = CHUNK if self.twice else 64
-        args.deeper_first = axes[0].x_tap > 0
-        args.passes = len(tables.passes)
-        for index, one in enumerate(tables.passes):
-            into = getattr(args.tables, "pass")[index]
-            into.first_step, into.steps = one.first_step, one.steps
-            into.y0[:], into.count[:] = one.y0, one.count
-        for index, place in enumerate(halo.slices):
-            args.tables.slice[index].at[:] = place
+        args.deeper_first = self.problem.axes[0].x_tap > 0
+        args.tables.depth[: len(halo.depths)] = halo.depths
         for index, step in enumerate(tables.steps):
-            for name in ("slice", "taps", "loads", "last", "first_tap", "first_load"):
+            for name in ("taps", "last", "first_tap"):
                 setattr(args.tables.step[index], name, int(getattr(step, name)))
         for index, tap in enumerate(tables.taps):
             args.tables.tap[index].pixel = tap.pixel * ROW_BYTES // 16
             args.tables.tap[index].weight = tap.weight // 16
         for index, load in enumerate(tables.loads):
             into = args.tables.load[index]
-            into.to, into.block = load.to // 16, load.block
+            into.to = load.to // 16
             into.t, into.r, into.s = load.tap
 
 
@@ -271,42 +251,38 @@ def halo_tiles(work: ConvWork, axes: Sequence[Axis], device: CudaDevice) -> tupl
 @lru_cache(maxsize=256)
 def _tiles(problem: Problem, device: CudaDevice) -> tuple[HaloTile, ...]:
     halo = halo_of(problem.axes, twice=problem.twice)
-    if len(halo.slices) > MOST_SLICES:
+    if len(halo.depths) > MOST_SLICES:
         return ()
     found: list[HaloTile] = []
 
     @cache
-    def tables_for(width: int, split: Split, stay: bool) -> Tables | None:
+    def tables_for(width: int, stay: bool) -> Tables | None:
         """Return the tables, which many tiles share; None if there are too many."""
         tables = tables_of(
             problem.axes,
             halo,
             width + halo.beyond[1],
             twice=problem.twice,
-            blocks=GROUPS if split == "channels" else 1,
             stay=stay,
         )
         fits = all(len(getattr(tables, name)) <= most for name, most in TABLES.items())
         return tables if fits else None
 
-    splits: tuple[Split, ...] = ("columns", "channels")
-    for split in splits if problem.channels[1] > 64 else splits[:1]:
-        groups = GROUPS if split == "columns" else 1
-        for width, rows, columns in _shapes(problem, halo, groups):
-            extent = 2 if problem.twice else 1, rows, width
-            for stay in (True, False):
-                tables = tables_for(width, split, stay)
-                if tables is None:
-                    continue
-                tile = _fitted(problem, device, halo, tables, split, columns, extent, stay=stay)
-                if tile is not None:
-                    found.append(tile)
+    for width, rows, columns in _shapes(problem, halo):
+        extent = 2 if problem.twice else 1, rows, width
+        for stay in (True, False):
+            tables = tables_for(width, stay)
+            if tables is None:
+                continue
+            tile = _fitted(problem, device, halo, tables, columns, extent, stay=stay)
+            if tile is not None:
+                found.append(tile)
     return tuple(sorted(found, key=lambda tile: tile.clocks(device)))
 
 
-def _shapes(problem: Problem, halo: Halo, groups: int) -> Iterator[tuple[int, int, int]]:
+def _shapes(problem: Problem, halo: Halo) -> Iterator[tuple[int, int, int]]:
     """Yield widths and rows of tiles, and the fewest columns per product that cover them."""
-    extents, steps = problem.extents, [axis.x_step for axis in problem.axes[1:]]
+    extents = problem.extents
     for parts in range(1, extents[2] + 1):
         width = ceil_div(extents[2], parts)
         if parts > 1 and width == ceil_div(extents[2], parts - 1):
@@ -314,11 +290,11 @@ def _shapes(problem: Problem, halo: Halo, groups: int) -> Iterator[tuple[int, in
         if parts > 1 and width < LEAST_WIDTH:
             return
         pixels = width + halo.beyond[1]
-        if pixels > MOST_BOX // steps[1]:
+        if pixels > MOST_BOX:
             continue
-        for rows in range(1, min(extents[1], MOST_BOX // steps[0] - halo.beyond[0]) + 1):
+        for rows in range(1, min(extents[1], MOST_BOX - halo.beyond[0]) + 1):
             needed = (rows - 1) * pixels + width
-            columns = next((n for n in COLUMNS if n * groups >= needed), None)
+            columns = next((n for n in COLUMNS if n * GROUPS >= needed), None)
             if columns is None:
                 break
             yield width, rows, columns
@@ -329,22 +305,18 @@ def _fitted(
     device: CudaDevice,
     halo: Halo,
     tables: Tables,
-    split: Split,
     columns: int,
     extent: Size3,
     *,
     stay: bool,
 ) -> HaloTile | None:
     """Return the tile with as many slots and stages as fit, or None if too few do."""
-    chunks = ceil_div(problem.channels[0], CHUNK)
-    # With several passes, slices stay in shared memory until the last one has read them.
-    least = chunks * len(halo.slices) if len(tables.passes) > 1 else 2
     for slots in (0,) if stay else SLOTS:
-        tile = HaloTile(problem, halo, tables, split, columns, extent, least, slots)
+        tile = HaloTile(problem, halo, tables, columns, extent, LEAST_STAGES, slots)
         if stay and tile.channel_tiles > 1:
             return None
         room = device.shared_bytes_per_block - tile.shared_bytes
         if room >= 0:
             more = room // (tile.stage_bytes + 16)
-            return replace(tile, stages=max(least, min(least + more, MOST_STAGES)))
+            return replace(tile, stages=min(LEAST_STAGES + more, MOST_STAGES))
     return None

@@ -24,20 +24,19 @@ TF32_CYCLES = 3.2
 LINE_BYTES = 128
 # Bytes of four accumulator fragments of a warpgroup, the unit of a reduction.
 QUAD_BYTES = 4 * 128 * 16
-# By tile, the (cluster size, blocks that reduce one tile) that were the fastest for some layer.
-CLUSTERS_OF = {
-    "128x128": ((2, 1), (3, 3), (4, 4)),
-    "128x192": ((2, 1), (2, 2), (4, 4), (8, 4)),
-    "256x128": ((2, 1), (2, 2), (4, 4), (8, 4)),
+Clusters = dict[str, tuple[tuple[int, int], ...]]
+# By tile, the (cluster size, blocks that reduce one tile) without which layers are expected to take
+# longer.
+CLUSTERS_OF: Clusters = {
+    "128x128": ((4, 4),),
+    "128x192": ((2, 1), (2, 2), (4, 4)),
+    "256x128": ((2, 1), (4, 4)),
 }
 # The same where elements have several parts.
-CLUSTERS_OF_PARTS = {"128x128": ((4, 4),)}
+CLUSTERS_OF_PARTS: Clusters = {"128x128": ((4, 4),)}
 # The same in TF32.
-CLUSTERS_OF_TF32 = {
-    "64x64": ((4, 4),),
-    "128x64": ((2, 2), (4, 4)),
-    "128x128": ((2, 1), (2, 2), (4, 4)),
-    "256x128": ((2, 2),),
+CLUSTERS_OF_TF32: Clusters = {
+    "128x128": ((2, 1), (4, 4)),
 }
 
 

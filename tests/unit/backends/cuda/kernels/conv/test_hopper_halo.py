@@ -100,69 +100,62 @@ def box(array: Array, first: tuple[int, ...], extent: tuple[int, ...]) -> Array:
 def followed(work: ConvWork, tile: HaloTile, source: Array, weight: Array, shape: Any) -> Array:
     """What the kernel would write: source N D H W C, weight (result, T, R, S, source channels)."""
     result = np.full(shape, UNWRITTEN, np.float64)
-    tables, halo, axes = tile.tables, tile.halo, tile.problem.axes
+    tables, halo = tile.tables, tile.halo
     rows = 32 if tile.twice else 64
-    blocks = 2 if tile.split == "channels" else 1
     spans = (work.batch, *tile.tiles, tile.channel_tiles)
     pixels, stay = tile.row_pixels * tile.rows, tile.slots == 0
     for n, *at, channel_tile in np.ndindex(*spans):
         m = [i * extent for i, extent in zip(at, tile.extent, strict=True)]
-        sums = np.zeros((len(tables.passes), GROUPS, 64, tile.columns), np.float64)
+        sums = np.zeros((GROUPS, 64, tile.columns), np.float64)
         for chunk in range(tile.chunks):
             stages = []
-            for place in halo.slices:
-                steps = [axis.x_step for axis in axes]
-                first = [i * s + o for i, s, o in zip(m, steps, place, strict=True)]
-                extent = 1, 1, tile.rows * steps[1], tile.row_pixels * steps[2], CHUNK
-                taken = box(source, (n, *first, chunk * CHUNK), extent)
-                taken = taken[:, :, :: steps[1], :: steps[2]]
+            for depth in halo.depths:
+                first = [i + o for i, o in zip(m, (depth, *halo.first), strict=True)]
+                taken = box(
+                    source,
+                    (n, *first, chunk * CHUNK),
+                    (1, 1, tile.rows, tile.row_pixels, CHUNK),
+                )
                 room = np.full((pixels + 2 * tile.columns + 2000, CHUNK), 7777, np.float64)
                 room[:pixels] = taken.reshape(pixels, CHUNK)
                 stages.append(room)
             memory: dict[int, Array] = {}
-            for number, one in enumerate(tables.passes):
-                for step in tables.steps[one.first_step : one.first_step + one.steps]:
-                    if not stay:
-                        memory = {}
-                    for load in tables.loads[step.first_load : step.first_load + step.loads]:
-                        channel = (channel_tile * blocks + load.block) * rows
-                        t, r, first_s = load.tap
-                        for i in range(tables.run):
-                            halves = [
-                                box(
-                                    weight,
-                                    (channel, at_t, r, first_s + i * tables.s_step, chunk * CHUNK),
-                                    (rows, 1, 1, 1, CHUNK),
-                                ).reshape(rows, CHUNK)
-                                for at_t in (t, t + tables.t_step)[: 64 // rows]
-                            ]
-                            memory[load.to + i * TAP_BYTES] = np.concatenate(halves)
-                    for tap in tables.taps[step.first_tap : step.first_tap + step.taps]:
-                        for group in range(GROUPS):
-                            second = tables.run * TAP_BYTES if blocks == 2 else 0
-                            a = memory[tap.weight + group * second]
-                            start = tap.pixel + (group * tile.columns if blocks == 1 else 0)
-                            b = stages[step.slice][start : start + tile.columns]
-                            sums[number, group] += a @ b.T
-        for number, one in enumerate(tables.passes):
-            for group, half in np.ndindex(GROUPS, 64 // rows):
-                deeper = 1 - half if tile.twice and axes[0].x_tap > 0 else half
-                block = channel_tile * blocks + (group if blocks == 2 else 0)
-                channels = min(rows, shape[-1] - block * rows)
-                for column in range(tile.columns if channels > 0 else 0):
-                    flat = column + (group * tile.columns if blocks == 1 else 0)
-                    h, w = divmod(flat, tile.row_pixels)
-                    place = m[0] + deeper, m[1] + h, m[2] + w
-                    if h >= tile.extent[1] or w >= tile.extent[2]:
-                        continue
-                    if any(p >= count for p, count in zip(place, one.count, strict=True)):
-                        continue
-                    at_y = zip(one.y0, place, (axis.y_step for axis in axes), strict=True)
-                    to = result[(n, *(y0 + p * step for y0, p, step in at_y))]
-                    into = to[block * rows : block * rows + channels]
-                    assert (into == UNWRITTEN).all(), "written twice"
-                    first = half * rows
-                    into[:] = sums[number, group, first : first + channels, column]
+            at_slice = 0
+            for number, step in enumerate(tables.steps):
+                if not stay:
+                    memory = {}
+                load = tables.loads[number]
+                t, r, first_s = load.tap
+                for i in range(tables.run):
+                    halves = [
+                        box(
+                            weight,
+                            (channel_tile * rows, at_t, r, first_s + i, chunk * CHUNK),
+                            (rows, 1, 1, 1, CHUNK),
+                        ).reshape(rows, CHUNK)
+                        for at_t in (t, t + 1)[: 64 // rows]
+                    ]
+                    memory[load.to + i * TAP_BYTES] = np.concatenate(halves)
+                for tap in tables.taps[step.first_tap : step.first_tap + step.taps]:
+                    for group in range(GROUPS):
+                        start = tap.pixel + group * tile.columns
+                        b = stages[at_slice][start : start + tile.columns]
+                        sums[group] += memory[tap.weight] @ b.T
+                at_slice += step.last
+        for group, half in np.ndindex(GROUPS, 64 // rows):
+            deeper = 1 - half if tile.twice and tile.problem.axes[0].x_tap > 0 else half
+            channels = min(rows, shape[-1] - channel_tile * rows)
+            for column in range(tile.columns):
+                h, w = divmod(column + group * tile.columns, tile.row_pixels)
+                place = m[0] + deeper, m[1] + h, m[2] + w
+                if h >= tile.extent[1] or w >= tile.extent[2]:
+                    continue
+                if any(p >= count for p, count in zip(place, shape[1:-1], strict=True)):
+                    continue
+                into = result[(n, *place)][channel_tile * rows :][:channels]
+                assert (into == UNWRITTEN).all(), "written twice"
+                first_row = half * rows
+                into[:] = sums[group, first_row : first_row + channels, column]
     return result
 
 
@@ -189,7 +182,6 @@ def drawn(seed: int) -> ConvWork:
     ndim = rng.choice((1, 2, 2, 3, 3))
     kernel = tuple(rng.choice((1, 2, 3, 3, 4)) for _ in range(ndim))
     direction: Direction = rng.choice(("fwd", "bwd_data"))
-    stride = tuple(rng.choice((1, 1, 2, 3)) for _ in range(ndim))
     dilation = tuple(rng.choice((1, 1, 2)) for _ in range(ndim))
     padding = tuple((rng.randint(0, 2), rng.randint(0, 2)) for _ in range(ndim))
     most = {1: 40, 2: 12, 3: 5}[ndim]
@@ -203,7 +195,7 @@ def drawn(seed: int) -> ConvWork:
         channels=channels,
         size=size,
         kernel=kernel,
-        stride=stride,
+        stride=(1,) * ndim,
         padding=padding,
         dilation=dilation,
     )
