@@ -21,12 +21,11 @@ from convgrad_service.backends.cuda.kernels.grouped.grouped_box import (
 from convgrad_service.backends.cuda.kernels.grouped.grouped_merge import (
     Merge,
     is_exact,
-    meets_own,
     merge_of,
     odd_chunks,
+    piece_of,
     slices_of,
     why_not_grouped,
-    why_not_packed,
 )
 from convgrad_service.backends.cuda.kernels.grouped.grouped_units import (
     BLOCKS,
@@ -35,6 +34,7 @@ from convgrad_service.backends.cuda.kernels.grouped.grouped_units import (
     every_unit,
     unit_of,
 )
+from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
@@ -54,6 +54,8 @@ PRODUCT_BYTES = 512
 # Seconds of a launch and of such a byte, fitted on an H200 to 63 times of groups of 16 to 64
 # channels; in exact float32, FMAs limit them.
 START_S, BYTE_S, EXACT_BYTE_S = 8e-6, 1.33e-11, 4.4e-11
+# Bytes that could be copied in the time of a piece, by its size.
+PIECE_BYTES = {16: 16, 8: 12, 4: 8, 2: 16}
 # Static shared memory.
 PLACE_BYTES = 384
 
@@ -87,8 +89,7 @@ class GroupedGather:
     name = "grouped_gather"
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
-        reason = why_not_grouped(work, device) or why_not_packed(work)
-        if reason is not None:
+        if (reason := why_not_grouped(work, device)) is not None:
             return reason
         if work.in_channels == work.out_channels == 1:
             return "NaN would spread among groups of one channel, as products have several groups"
@@ -125,12 +126,15 @@ class GroupedGather:
         size = source.dtype.itemsize
         args.x_stride.image = source.strides[0] * size
         args.x_stride.spatial[:] = [stride * size for stride in source.strides[3:]]
-        args.box = box_args(shape.extent, shape.chunks, shape.pitch, WARPS * 32)
+        args.box = box_args(
+            shape.extent, shape.pitch, box.slice, shape.merge_bytes, shape.piece, WARPS * 32
+        )
+        args.padded, args.y_piece = merge.padded, piece_of(result, work.channels[1], merge.groups)
         args.alpha, args.beta = work.alpha, work.beta
         args.batch, args.groups = work.batch, work.groups
         args.x_channels, args.y_channels = work.channels
         args.merged, args.merges, args.slice = merge.groups, merge.count, box.slice
-        args.own = meets_own(work)
+        args.own = merge.own
         args.w_vector, args.w_pitch = _vector(work), shape.w_pitch
         args.activation, args.plain = ACTIVATIONS[work.activation], work.epilogue_free
         args.tile[:] = box.tile
@@ -198,6 +202,11 @@ class _Shared:
         self.extent = (box.tile[0], *extents)
         self.chunks = x_chunks * box.slice
         self.pitch = odd_chunks(self.chunks)
+        source, channels = work.sides[0], work.channels[0]
+        self.piece = piece_of(source, channels, merge.groups)
+        real = merge.groups * channels * work.dtype.itemsize
+        self.merge_bytes = real, x_chunks * CHUNK_BYTES
+        self.pieces = box.slice * real // self.piece
         self.w_pitch = odd_chunks(merge.in_chunks)
         taps = prod(axis.taps for axis in axes)
         # Warps read whole units of merges.
@@ -220,8 +229,8 @@ class _Shared:
 
     @property
     def copied_bytes(self) -> int:
-        """Bytes of the box without padding."""
-        return prod(self.extent) * self.chunks * 16
+        """Bytes that are copied as fast as the box, without padding, in pieces of 16 bytes."""
+        return prod(self.extent) * self.pieces * PIECE_BYTES[self.piece]
 
 
 def boxes_of(work: ConvWork, axes: list[LatticeAxis], device: CudaDevice) -> Iterator[Box]:
@@ -245,6 +254,8 @@ def _fitting(
                 if box.positions > MOST_POSITIONS or _span(work, axes, box) > MOST_SPAN:
                     continue
                 shape = _Shared(work, axes, merge, unit, box)
+                if shape.pieces > WARPS * 32:
+                    continue
                 if shape.total_bytes <= device.shared_bytes_per_block:
                     yield box, shape
 

@@ -33,6 +33,8 @@ struct GroupedGatherArgs {
   int merged;      // groups merged
   int merges;
   int own;  // EXACT: 8 result channels are whole groups, each of which meets only itself
+  int padded;      // merges are no whole chunks in memory
+  int y_piece;     // bytes that are stored at once, at most
   int slice;       // merges in a block
   int w_vector;  // adjacent weights of a group in one load: a chunk, half of one, or 1
   int w_pitch;   // bytes between output channels of the weights

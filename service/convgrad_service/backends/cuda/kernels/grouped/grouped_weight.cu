@@ -1,7 +1,7 @@
 // The gradient of a grouped convolution's weight, few channels per group, on tensor cores: M = taps x
 // input channels, N = output channels, K = pixels of grad_output, of one group or of as many groups,
 // merged, as fill whole 16-byte chunks of channels on both sides (products between different groups
-// are discarded). Launched by grouped_weight.py.
+// are discarded); else zeros fill them up in shared memory. Launched by grouped_weight.py.
 //
 // w[g, k, c, r] = sum over pixels (n, o) of y[n, g, k, o] * x[n, g, c, o*stride + r*dilation - pad].
 // Along each dimension, output y0 + m*y_step (m in [0, count)) of a phase meets, at tap r, input
@@ -20,7 +20,7 @@
 // 3 x 3 taps without dilation and 8 channels on both sides: boxes then have an even number of rows and
 // a multiple of eight columns.
 // Grid: slices, groups of items x positions of taps, splits (at most 255).
-// Preconditions: channels, of all merged groups, are contiguous in whole 16-byte chunks.
+// Preconditions: channels, of all merged groups, are contiguous; with COPY_ENGINE in whole 16-byte chunks.
 // Deterministic: one order of additions for each result and share. Missing pixels of a box are read as
 // zeros.
 // Index limits: 64-bit offsets; positions and strides of D, H, W in bytes below 2^31.
@@ -32,7 +32,6 @@ namespace {
 
 constexpr int kWarps = WARPS, kThreads = (kWarps + COPY_ENGINE) * 32, kMostStages = 8;
 constexpr int kSize = static_cast<int>(sizeof(ELEMENT));
-constexpr int kChunk = 16 / kSize;
 constexpr int kDepth = 32 / kSize;  // pixels of one product
 // Whether boxes may be swizzled; without, addresses take fewer instructions.
 constexpr bool kSwizzles = COPY_ENGINE && kSize == 2;
@@ -128,9 +127,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
   const T* const x = static_cast<const T*>(args.x) + first_group * args.x_group;
   const T* const y = static_cast<const T*>(args.y) + first_group * args.y_group;
   const Copier copier_x(args.x_box, reinterpret_cast<const char*>(x), args.x_stride, args.lattice,
-                        (args.groups - first_group) * args.result.in_channels / kChunk);
+                        (args.groups - first_group) * args.result.in_channels * kSize);
   const Copier copier_y(args.y_box, reinterpret_cast<const char*>(y), args.y_stride, args.y_step,
-                        (args.groups - first_group) * args.result.out_channels / kChunk);
+                        (args.groups - first_group) * args.result.out_channels * kSize);
+  if (args.padded) {
+    clear<kThreads>(base, args.stages * args.stage_bytes);
+    __syncthreads();
+  }
   Boxes box(args.walk, part);
   auto copy = [&](int index, int stage) {
     if (index < part.end) {
@@ -167,7 +170,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
                      merge < merges && k_split < k_splits};
   __syncthreads();
   [[maybe_unused]] int row_offset[FRAGMENTS][kSize == 4 ? 2 : 1];
-  const int mine = merge * args.merged * args.result.in_channels * kSize;
+  const int mine = merge * args.merge_channels[0] * kSize;
 #pragma unroll
   for (int i = 0; i < FRAGMENTS; ++i) {
     const Row* const first = row_at + item.row + i * 16;
@@ -178,7 +181,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
       row_offset[i][1] = first[8 + lane / 4].x + mine;
     }
   }
-  const int column_offset = (merge * args.merged * args.result.out_channels + item.column) * kSize;
+  const int column_offset = (merge * args.merge_channels[1] + item.column) * kSize;
   float sum[FRAGMENTS][NF][4] = {};
 
   int stage = 0;
