@@ -195,15 +195,12 @@ def box_map(
     )
 
 
-def candidate_tiles(batch: int, counts: Sequence[int], steps: Sequence[int]) -> Iterator[Size4]:
-    """Yield candidate tiles (N, D, H, W) of ``counts`` positions, in multiples of ``steps``.
+def candidate_tiles(batch: int, counts: Sequence[int]) -> Iterator[Size4]:
+    """Yield candidate tiles (N, D, H, W) of ``counts`` positions.
 
     A tile has several images only if it covers whole ones.
     """
-    extents = [
-        sorted({ceil_div(extent, step) * step for extent in _tile_extents(count)})
-        for count, step in zip(counts, steps, strict=True)
-    ]
+    extents = [_tile_extents(count) for count in counts]
     for depth, height, width in product(*extents):
         spatial = zip((depth, height, width), counts, strict=True)
         whole = all(extent >= count for extent, count in spatial)

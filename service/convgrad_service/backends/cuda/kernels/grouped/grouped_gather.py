@@ -122,7 +122,6 @@ class GroupedGather:
         args.x_group, args.y_group = source.strides[1], result.strides[1]
         args.y_stride[:] = (result.strides[0], *result.strides[3:])
         args.w_group, args.w_stride[1:] = work.w.strides[0], work.w.strides[1:]
-        args.w_tap = _tap_stride(work, axes)
         size = source.dtype.itemsize
         args.x_stride.image = source.strides[0] * size
         args.x_stride.spatial[:] = [stride * size for stride in source.strides[3:]]
@@ -244,10 +243,9 @@ def _fitting(
     """Yield the candidates of `boxes_of` with their layouts."""
     together = work.sides[0].strides[1] == work.channels[0]
     slices = slices_of(merge, together)
-    steps = (1, 4, 8) if unit.windows else (1, 1, 1)
     counts = [axis.count for axis in axes]
     for slice_ in slices:
-        for tile in candidate_tiles(work.batch, counts, steps):
+        for tile in candidate_tiles(work.batch, counts):
             if tile[1] > MOST_DEPTH or tile[2] > MOST_HEIGHT:
                 continue
             for box in (Box(tile, slice_, stages) for stages in (1, 2)):
@@ -353,24 +351,6 @@ def _vector(work: ConvWork) -> int:
         ):
             return vector
     return 1
-
-
-def _tap_stride(work: ConvWork, axes: list[LatticeAxis]) -> int:
-    """Return the constant distance between taps in the weights, or 0 if it varies or if phases have
-    few taps."""
-    # A single phase has few taps too where the stride exceeds the result's extent.
-    for axis, kernel in zip(axes, work.kernel, strict=True):
-        if len(axis.phases) > 1 or axis.phases[0].taps < kernel:
-            return 0
-    after = 1
-    found = 0
-    for extent, stride in zip(reversed(work.kernel), reversed(work.w.strides[3:]), strict=True):
-        if extent > 1:
-            found = found or stride
-            if stride != found * after:
-                return 0
-        after *= extent
-    return found
 
 
 def _instance(unit: Unit, dtype: DType, across: bool, exact: bool) -> Instance:

@@ -165,6 +165,8 @@ def why_not_grouped(work: ConvWork, device: CudaDevice) -> str | None:
             f"{work.in_channels} and {work.out_channels} channels per group, {merge.groups} groups "
             f"merged, are more than {most}"
         )
+    if merge.padded and merge.groups * min(work.channels) == 1:
+        return "a chunk would have one channel"
     if work.taps > MAX_TAPS:
         return f"{work.taps} taps are more than {MAX_TAPS}"
     for side, operand, channels in (

@@ -21,7 +21,6 @@ struct GroupedGatherArgs {
   i64 y_stride[4];         // N D H W, in elements
   i64 w_group;
   int w_stride[6];         // -, out channel, in channel (of the convolution), T R S, in elements
-  int w_tap;               // distance of taps, 0 if it is not constant
   BoxStrides x_stride;
   Box box;                 // of the source
   float alpha;

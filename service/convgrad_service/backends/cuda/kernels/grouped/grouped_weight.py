@@ -21,7 +21,6 @@ from convgrad_service.backends.cuda.kernels.grouped.grouped_merge import (
 from convgrad_service.backends.cuda.kernels.grouped.grouped_weight_blocks import (
     HALF_ITEMS,
     ITEMS,
-    SMALL,
     Block,
     Item,
     Parts,
@@ -125,7 +124,6 @@ class GroupedWeight:
             for engine in (False, True)
             for instance in (
                 *(_instance(one, DType.BFLOAT16, False, engine) for one in HALF_ITEMS),
-                _instance(SMALL, DType.BFLOAT16, False, engine),
                 *(
                     _instance(one, DType.FLOAT32, exact, engine)
                     for one in ITEMS

@@ -25,7 +25,7 @@ from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BY
 from convgrad_service.plans.cuda.program import ceil_div
 from convgrad_service.plans.cuda.works import ConvWork
 
-__all__ = ["HALF_ITEMS", "ITEMS", "SMALL", "Block", "Item", "Parts", "Share"]
+__all__ = ["HALF_ITEMS", "ITEMS", "Block", "Item", "Parts", "Share"]
 
 MOST_PIXELS = 512
 ALIGNMENT, ENGINE_ALIGNMENT, ROW_BYTES = 128, 1024, 16
@@ -44,8 +44,6 @@ class Item:
     columns: int
     warps: int
     blocks: int
-    windows: bool = False
-    """Whether pixels form runs of 8 columns whose input rows are loaded once."""
 
     def defines(self, dtype: DType, exact: bool, engine: bool) -> dict[str, object]:
         return {
@@ -56,7 +54,6 @@ class Item:
             "NF": self.columns,
             "WARPS": self.warps,
             "BLOCKS": self.blocks,
-            "WINDOWS": self.windows,
         }
 
     @property
@@ -82,10 +79,6 @@ HALF_ITEMS = (
     Item(SHORT, 8, 8, 1),
 )
 """For 16-bit types."""
-
-
-SMALL = Item(TALL, 1, 8, 2, windows=True)
-"""For 3x3 taps of 8 channels without dilation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,9 +207,8 @@ class Parts:
 
     def best_tiles(self) -> list[Size4]:
         """Return the tile that copies and multiplies the least, of each size."""
-        steps = (1, 2, 8) if self.item.windows else (1, 1, 1)
         found: list[list[tuple[float, Size4]]] = [[] for _ in PLACES]
-        for tile in candidate_tiles(self.work.batch, self.counts, steps):
+        for tile in candidate_tiles(self.work.batch, self.counts):
             pixels = prod(tile)
             if pixels > MOST_PIXELS or (self.engine and not self._is_copied(tile)):
                 continue

@@ -11,7 +11,6 @@ from math import prod
 from convgrad_service.backends.cuda.kernels.grouped.grouped_box import (
     MOST_BOX,
     Size4,
-    lattice_axis,
 )
 from convgrad_service.backends.cuda.kernels.grouped.grouped_merge import (
     is_exact,
@@ -21,7 +20,6 @@ from convgrad_service.backends.cuda.kernels.grouped.grouped_merge import (
 from convgrad_service.backends.cuda.kernels.grouped.grouped_weight_blocks import (
     HALF_ITEMS,
     ITEMS,
-    SMALL,
     Block,
     Item,
     Parts,
@@ -67,7 +65,7 @@ def _shares_of(work: ConvWork, device: CudaDevice, engine: bool) -> Iterator[tup
     levels = {prod(work.kernel[:level]): level for level in (2, 1, 0)}
     for level in sorted(levels.values()):
         tiles: list[Size4] = []
-        for item in items_of(work, level):
+        for item in items_of(work):
             parts = Parts(work, item, level, engine)
             tiles = tiles or parts.best_tiles()
             for slice_, tile in product(slices_of(parts.merge, together), tiles):
@@ -100,14 +98,10 @@ def _in_cluster(parts: Parts, block: Block, share: Share, device: CudaDevice) ->
     return None if stages is None else replace(share, stages=stages, in_cluster=True)
 
 
-def items_of(work: ConvWork, level: int) -> list[Item]:
+def items_of(work: ConvWork) -> list[Item]:
     """Return the warp tiles to compare: one of each height, of the best width."""
     merge = merge_of(work)
     columns, half = ceil_div(merge.out_channels, 8), work.dtype.itemsize == 2
-    axes = [lattice_axis(replace(work, direction="fwd"), dim) for dim in (1, 2)]
-    near = work.kernel == (1, 3, 3) and all(axis.x_step == axis.x_tap == 1 for axis in axes)
-    if near and half and level == 0 and columns == merge.in_chunks == 1:
-        return [SMALL]
     found: dict[int, Item] = {}
     for item in HALF_ITEMS if half else ITEMS:
         best = found.setdefault(item.rows, item)

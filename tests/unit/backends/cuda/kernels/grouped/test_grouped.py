@@ -138,6 +138,7 @@ def test_reasons_are_given(direction: Direction) -> None:
         (work_of(direction, channels=(64, 64)), H200, "one group"),
         (few, TURING, "older than sm_80"),
         (grouped(direction, (136, 8)), H200, "more than"),
+        (grouped(direction, (1, 20), 33), H200, "one channel"),
         (work_of(direction, channels=(8, 8), groups=4, layout="NCHW"), H200, "contiguous"),
         (replace(few, dtype=DType.FLOAT64), H200, "float64"),
     ]
