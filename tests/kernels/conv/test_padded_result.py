@@ -11,7 +11,7 @@ from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.families import COPIES, FAMILIES
 from convgrad_service.backends.cuda.kernels.conv.implicit_gemm import ImplicitGemm
 from convgrad_service.backends.cuda.kernels.conv.padded_result import PaddedResult
-from convgrad_service.backends.cuda.kernels.layout.transpose import RowCopy
+from convgrad_service.backends.cuda.kernels.layout.transpose import RowCopy, RowPack
 from convgrad_service.plans.cuda.device import H200
 from convgrad_service.plans.cuda.program import Clear
 from convgrad_service.plans.cuda.works import Copy, CopyAxis
@@ -65,11 +65,12 @@ def test_rows_packed(width: int, pitch: int, itemsize: int, dtype: DType) -> Non
     rows = 37
     axes = CopyAxis(rows, pitch, width), CopyAxis(width, 1, 1)
     copy = Copy("source", "target", dtype, axes)
-    assert RowCopy().why_not(copy, H200) is None
+    assert RowCopy().why_not(copy, H200) is not None
+    assert RowPack().why_not(copy, H200) is None
     given = np.arange(rows * pitch).astype(f"u{itemsize}").reshape(rows, pitch)
     memory = Buffers({"source": given.nbytes, "target": rows * width * itemsize}, 0xFF)
     memory.bytes["source"][...] = given.reshape(-1).view(np.uint8)
-    (step,) = RowCopy().launches(copy, H200).steps
+    (step,) = RowPack().launches(copy, H200).steps
     assert not isinstance(step, Clear)
     filled = filled_by(step.arguments, memory.addresses)
     wrong = launch_of(step.instance)(

@@ -12,7 +12,11 @@ from convgrad.contract.base import validate
 from convgrad_service.backends.cuda.arguments import Packed
 from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.backends.cuda.kernels.core.tensor_maps import MappedArguments
-from convgrad_service.backends.cuda.kernels.layout.transpose import RowCopyArgs, TransposeArgs
+from convgrad_service.backends.cuda.kernels.layout.transpose import (
+    RowCopyArgs,
+    RowPackArgs,
+    TransposeArgs,
+)
 from convgrad_service.backends.cuda.memory import arena_of
 from convgrad_service.backends.cuda.sources import KERNELS, included
 from convgrad_service.plans.cuda.device import CudaDevice
@@ -101,6 +105,7 @@ def check_plan(plan: CudaPlan, problem: Problem, device: CudaDevice) -> None:
 PDL = "ptx/pdl.cuh"
 COPIES = {
     "row_copy": RowCopyArgs,
+    "row_pack": RowPackArgs,
     **dict.fromkeys(("transpose", "transpose_planes", "transpose_runs"), TransposeArgs),
 }
 

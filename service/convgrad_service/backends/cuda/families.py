@@ -65,6 +65,7 @@ from convgrad_service.backends.cuda.kernels.layout.dense_channels_first import (
 from convgrad_service.backends.cuda.kernels.layout.strided_copy import StridedCopy
 from convgrad_service.backends.cuda.kernels.layout.transpose import (
     RowCopy,
+    RowPack,
     Transpose,
 )
 from convgrad_service.backends.cuda.kernels.pool.max_unpool import MaxUnpool
@@ -114,7 +115,7 @@ OVERHEADS = {
 # Of each copy between layouts, besides its bytes; in 20 depthwise layers on an H200.
 COPY_S = 3.2e-6
 # Copies between layouts.
-COPIES = (Transpose(), RowCopy(), StridedCopy())
+COPIES = (Transpose(), RowCopy(), RowPack(), StridedCopy())
 
 
 def _fastest(

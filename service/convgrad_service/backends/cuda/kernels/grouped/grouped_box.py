@@ -195,12 +195,15 @@ def box_map(
     )
 
 
-def candidate_tiles(batch: int, counts: Sequence[int]) -> Iterator[Size4]:
-    """Yield candidate tiles (N, D, H, W) of ``counts`` positions.
+def candidate_tiles(batch: int, counts: Sequence[int], steps: Sequence[int]) -> Iterator[Size4]:
+    """Yield candidate tiles (N, D, H, W) of ``counts`` positions, in multiples of ``steps``.
 
     A tile has several images only if it covers whole ones.
     """
-    extents = [_tile_extents(count) for count in counts]
+    extents = [
+        sorted({ceil_div(extent, step) * step for extent in _tile_extents(count)})
+        for count, step in zip(counts, steps, strict=True)
+    ]
     for depth, height, width in product(*extents):
         spatial = zip((depth, height, width), counts, strict=True)
         whole = all(extent >= count for extent, count in spatial)

@@ -139,6 +139,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   }
 
   // Offsets at which a box's positions are read and written, and their coordinates.
+  // In windows, four rows of eight positions are consecutive.
   const int positions = args.tile[0] * args.tile[1] * args.tile[2] * args.tile[3];
   const int fragments = (positions + 15) / 16;
   // Within a box, offsets fit in 32 bits.
@@ -146,15 +147,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
                          static_cast<u32>(args.y_step[0] * args.y_stride[1]),
                          static_cast<u32>(args.y_step[1] * args.y_stride[2]),
                          static_cast<u32>(args.y_step[2] * args.y_stride[3])};
-  Walk at(args.tile, thread, kThreads);
-  for (int i = thread; i < fragments * 16; i += kThreads, at.next(args.tile)) {
+  constexpr int kHigh = WINDOWS ? 4 : 1, kWide = WINDOWS ? 8 : 1;
+  const int radix[4] = {args.tile[0], args.tile[1], args.tile[2] / kHigh, args.tile[3] / kWide};
+  constexpr int kWindow = kHigh * kWide;
+  Walk at(radix, thread / kWindow, kThreads / kWindow);
+  for (int i = thread; i < fragments * 16; i += kThreads, at.next(radix)) {
+    const int h = at.h * kHigh + i % kWindow / kWide, v = at.w * kWide + i % kWide;
     const int row = (at.n * args.box.extent[1] + at.d * args.x_step[0]) * args.box.extent[2] +
-                    at.h * args.x_step[1];
-    const int source = (row * args.box.extent[3] + at.w * args.x_step[2]) * args.box.pitch;
+                    h * args.x_step[1];
+    const int source = (row * args.box.extent[3] + v * args.x_step[2]) * args.box.pitch;
     source_at[i] = i < positions ? source : 0;
-    const u32 result = at.n * y_next[0] + at.d * y_next[1] + at.h * y_next[2] + at.w * y_next[3];
+    const u32 result = at.n * y_next[0] + at.d * y_next[1] + h * y_next[2] + v * y_next[3];
     result_at[i] = i < positions ? result : kNowhere;
-    digits_at[i] = at.n << 25 | at.d << 18 | at.h << 10 | at.w;
+    digits_at[i] = at.n << 25 | at.d << 18 | h << 10 | v;
   }
 
   const i64 y_merge_stride = args.merged * args.y_group;
@@ -169,6 +174,25 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   __syncthreads();
   Operands from = {step_at, steps,      x_merge_bytes, merge_bytes, column_bytes, args.w_pitch, 0,
                    base,    0,          0};
+#if WINDOWS
+  const int row_bytes = args.box.extent[3] * args.box.pitch, eighth = lane >> 3;
+  // Offset o of a row, or of a column, is tap o forward and tap 2 - o backward.
+  const int turned = args.x_tap[2] < 0;
+  auto tap_at = [&](int tap) { return (turned ? 8 - tap : tap) * tap_bytes; };
+  const Windows windows = {
+      phase[0].taps,
+      args.x_tap[0] * args.box.extent[2] * row_bytes,
+      9 * tap_bytes,
+      -place.low[0] * args.box.extent[2] * row_bytes,
+      row_bytes,
+      (eighth >> 1) * row_bytes + ((eighth & 1) + (lane & 7)) * args.box.pitch,
+      eighth * row_bytes + (2 + (lane & 7)) * args.box.pitch,
+      tap_at(eighth) + (lane & 7) * args.w_pitch,
+      turned ? -4 * tap_bytes : 4 * tap_bytes};
+  // From the first result of a window's two rows to the one that this lane stores.
+  const int lane_to = static_cast<int>((lane >> 4) * args.y_step[1] * args.y_stride[2] +
+                                       (lane / 2 % 8) * args.y_step[2] * args.y_stride[3]);
+#endif
   if (args.own) {
     const int own = lane % 4 * 2 / args.y_channels * args.x_channels;
     from.own_a = own * kSize, from.own_b = own * (ACROSS ? args.w_pitch : kSize);
@@ -207,14 +231,42 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
       const int row = min(fragment + f, fragments - 1) * 16 + (lane & 15);
       return stage_at + source_at[row] + merge * x_merge_bytes;
     };
+    auto corner_at = [&](int v) {
+      return stage_at + source_at[min(fragment / 2 + v, fragments / 2 - 1) * 32] +
+             merge * x_merge_bytes;
+    };
     const int first_channel = column_block * NF * 8;
     if (args.plain) {
       float sum[PACK][MF][NF][4] = {};
+#if WINDOWS
+      u32 corner[MF / 2];
+#pragma unroll
+      for (int v = 0; v < MF / 2; ++v) corner[v] = corner_at(v);
+      multiply_windows(sum, corner, from, windows);
+#else
       u32 from_a[MF];
 #pragma unroll
       for (int f = 0; f < MF; ++f) from_a[f] = a_at(f);
       multiply(sum, from_a, from);
+#endif
       // Results without an epilogue.
+#if WINDOWS
+      // 16 bytes of 16 positions at a time: two rows of a window.
+      const int row = lane / 2, line = lane % 2, s = line ^ (row >> 2 & 1);
+      const bool mine = merge + s < merges;
+#pragma unroll
+      for (int f = 0; f < MF; ++f) {
+        if (fragment + f >= fragments) break;
+        put(sum, f, reinterpret_cast<T*>(rows), kRowPitch / kSize);
+        __syncwarp();
+        const int position = (fragment + f) * 16;
+        if (mine && real(position + row)) {
+          T* const to = y + result_at[position] + s * y_merge_stride + lane_to;
+          store_chunk(to + merge * y_merge_stride, rows + lane * 16, y_merge, args.y_piece);
+        }
+        __syncwarp();
+      }
+#else
       // 16 bytes of 16 rows at a time: this lane's rows and channels.
       constexpr int kLine = kColumns / kChunk, kMergeLine = NF * 8 / kChunk;
       constexpr int kRounds = (16 * kLine + 31) / 32;
@@ -237,16 +289,28 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
         }
         __syncwarp();
       }
+#endif
       continue;
     }
     // Results with an epilogue, 16 positions at a time to save registers.
 #pragma unroll 1
     for (int f = 0; f < MF && fragment + f < fragments; ++f) {
       float* const slab = reinterpret_cast<float*>(rows);
+#if WINDOWS
+      float sum[PACK][2][NF][4] = {};
+      const u32 corner[1] = {corner_at(f / 2)};
+      multiply_windows(sum, corner, from, windows);
+      if (f % 2 == 0) {
+        put(sum, 0, slab, kColumns + 4);
+      } else {
+        put(sum, 1, slab, kColumns + 4);
+      }
+#else
       float sum[PACK][1][NF][4] = {};
       const u32 from_a[1] = {a_at(f)};
       multiply(sum, from_a, from);
       put(sum, 0, slab, kColumns + 4);
+#endif
       __syncwarp();
 #pragma unroll 1
       for (int i = lane; i < 16 * kColumns; i += 32) {

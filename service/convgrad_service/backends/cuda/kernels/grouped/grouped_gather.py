@@ -54,8 +54,8 @@ PRODUCT_BYTES = 512
 # Seconds of a launch and of such a byte, fitted on an H200 to 63 times of groups of 16 to 64
 # channels; in exact float32, FMAs limit them.
 START_S, BYTE_S, EXACT_BYTE_S = 8e-6, 1.33e-11, 4.4e-11
-# Bytes that could be copied in the time of a piece, by its size.
-PIECE_BYTES = {16: 16, 8: 12, 4: 8, 2: 16}
+# Bytes that an SM could copy in the time of a piece, by its size.
+PIECE_BYTES = {16: 16, 8: 27, 4: 18, 2: 34}
 # Static shared memory.
 PLACE_BYTES = 384
 
@@ -206,6 +206,7 @@ class _Shared:
         real = merge.groups * channels * work.dtype.itemsize
         self.merge_bytes = real, x_chunks * CHUNK_BYTES
         self.pieces = box.slice * real // self.piece
+        self.piece_rate = BYTE_S / EXACT_BYTE_S if is_exact(work) else 1.0
         self.w_pitch = odd_chunks(merge.in_chunks)
         taps = prod(axis.taps for axis in axes)
         # Warps read whole units of merges.
@@ -227,9 +228,13 @@ class _Shared:
         self.total_bytes = max(end, beyond) + PLACE_BYTES
 
     @property
-    def copied_bytes(self) -> int:
-        """Bytes that are copied as fast as the box, without padding, in pieces of 16 bytes."""
-        return prod(self.extent) * self.pieces * PIECE_BYTES[self.piece]
+    def copied_bytes(self) -> float:
+        """Bytes of whole chunks that are copied as fast as the box's pieces."""
+        return prod(self.extent) * self.pieces * self.piece_bytes(self.piece)
+
+    def piece_bytes(self, piece: int) -> float:
+        """Return the bytes of whole chunks that take as long as a piece."""
+        return piece + (PIECE_BYTES[piece] - piece) * self.piece_rate
 
 
 def boxes_of(work: ConvWork, axes: list[LatticeAxis], device: CudaDevice) -> Iterator[Box]:
@@ -243,9 +248,10 @@ def _fitting(
     """Yield the candidates of `boxes_of` with their layouts."""
     together = work.sides[0].strides[1] == work.channels[0]
     slices = slices_of(merge, together)
+    steps = (1, 4, 8) if unit.windows else (1, 1, 1)
     counts = [axis.count for axis in axes]
     for slice_ in slices:
-        for tile in candidate_tiles(work.batch, counts):
+        for tile in candidate_tiles(work.batch, counts, steps):
             if tile[1] > MOST_DEPTH or tile[2] > MOST_HEIGHT:
                 continue
             for box in (Box(tile, slice_, stages) for stages in (1, 2)):
@@ -279,9 +285,11 @@ def _cost(
 ) -> float:
     """Return the cost in units of the bytes that an SM could copy in that time."""
     backward = work.direction == "bwd_data"
-    y_bytes = (merge.in_channels if backward else merge.out_channels) * work.dtype.itemsize
-    result = ceil_div(box.positions, 64) * 64 * box.slice * y_bytes
-    per_box = shape.copied_bytes + 2 * result + 2048
+    result, channels = work.result, work.channels[1]
+    piece = piece_of(result, channels, merge.groups)
+    pieces = merge.groups * channels * work.dtype.itemsize // piece
+    stored = ceil_div(box.positions, 64) * 64 * box.slice * pieces * shape.piece_bytes(piece)
+    per_box = shape.copied_bytes + 2 * stored + 2048
     # Arranging weights takes more instructions than copying a box.
     per_block = 2 * shape.weight_bytes + 16384
     resident = _resident(unit, shape, device)

@@ -167,6 +167,75 @@ __device__ __forceinline__ void multiply(float (&sum)[PACK][kRows][NF][4],
 
 #endif
 
+#if WINDOWS
+// Addresses of rows and taps of windows for a lane.
+struct Windows {
+  int planes;                   // taps along D
+  int plane, plane_tap;         // bytes between planes, in the box and in the weights
+  int first_plane;              // offset of the first plane in the box
+  int row;                      // bytes between rows of the box
+  int pair, third;              // this lane's part of two taps of two rows, of one tap of four rows
+  int tap, next_tap;            // this lane's first tap in the weights, and the one four taps later
+};
+
+// Computes kWindows windows of 4 x 8 positions, each of two fragments of two rows, from the boxes'
+// corners `corner`. A window's six rows are loaded once, 8 positions per matrix, and multiplied from
+// registers by the 3 x 3 taps of 8 channels: two taps of a row in one product, the third in one of
+// half the depth.
+template <int kWindows>
+__device__ __forceinline__ void multiply_windows(float (&sum)[PACK][kWindows * 2][NF][4],
+                                                 const u32 (&corner)[kWindows],
+                                                 const Operands& from, const Windows& of) {
+  using T = ELEMENT;
+  static_assert(NF == 1, "8 channels on both sides");
+#pragma unroll 1
+  for (int plane = 0; plane < of.planes; ++plane) {
+    const int a_plane = of.first_plane + plane * of.plane, b_plane = plane * of.plane_tap;
+#pragma unroll
+    for (int s = 0; s < PACK; ++s) {
+      u32 b[9], near[4], far[4], last_tap[1];
+      const u32 b_at = from.weights + s * from.merge_bytes + b_plane + of.tap;
+      if constexpr (ACROSS) {
+        ldmatrix_trans(near, b_at);
+        ldmatrix_trans(far, b_at + of.next_tap);
+        ldmatrix_trans(last_tap, b_at + 2 * of.next_tap);
+      } else {
+        ldmatrix(near, b_at);
+        ldmatrix(far, b_at + of.next_tap);
+        ldmatrix(last_tap, b_at + 2 * of.next_tap);
+      }
+#pragma unroll
+      for (int e = 0; e < 4; ++e) b[e] = near[e], b[4 + e] = far[e];
+      b[8] = last_tap[0];
+#pragma unroll
+      for (int v = 0; v < kWindows; ++v) {
+        const u32 a_at = corner[v] + a_plane + s * 16;
+        u32 pair[3][4], third[4], last[2];
+#pragma unroll
+        for (int i = 0; i < 3; ++i) ldmatrix(pair[i], a_at + of.pair + i * 2 * of.row);
+        ldmatrix(third, a_at + of.third);
+        ldmatrix(last, a_at + of.third + 4 * of.row);
+        const u32 thirds[6] = {third[0], third[1], third[2], third[3], last[0], last[1]};
+#pragma unroll
+        for (int r = 0; r < 3; ++r) {
+#pragma unroll
+          for (int q = 0; q < 2; ++q) {
+            const int top = q * 2 + r, bottom = top + 1;
+            const u32 two[4] = {pair[top / 2][top % 2 * 2], pair[bottom / 2][bottom % 2 * 2],
+                                pair[top / 2][top % 2 * 2 + 1],
+                                pair[bottom / 2][bottom % 2 * 2 + 1]};
+            const u32 one[2] = {thirds[top], thirds[bottom]};
+            float(&to)[4] = sum[s][v * 2 + q][0];
+            mma<T>(to, two, b[r * 3], b[r * 3 + 1]);
+            mma<T>(to, one, b[r * 3 + 2]);
+          }
+        }
+      }
+    }
+  }
+}
+#endif
+
 // Stores a fragment's sums, unrounded or rounded, to a warp's rows.
 template <int kRows, class To>
 __device__ __forceinline__ void put(const float (&sum)[PACK][kRows][NF][4], int f, To* to,

@@ -32,6 +32,8 @@ ALIGNMENT, ENGINE_ALIGNMENT, ROW_BYTES = 128, 1024, 16
 SWIZZLED = (2, 4, 8)
 """Chunks of a pixel that the copy engine swizzles; others are rounded up to the next."""
 PIXELS_A_STEP = 16
+COPIED_BYTES = {16: 16, 8: 42, 4: 39, 2: 93}
+"""Bytes that an SM could copy in the time of a piece, by its size."""
 PLACES = (64, 128, 256, MOST_PIXELS)
 """Limits of size classes, in pixels: the best tile of each class is a candidate."""
 
@@ -208,7 +210,7 @@ class Parts:
     def best_tiles(self) -> list[Size4]:
         """Return the tile that copies and multiplies the least, of each size."""
         found: list[list[tuple[float, Size4]]] = [[] for _ in PLACES]
-        for tile in candidate_tiles(self.work.batch, self.counts):
+        for tile in candidate_tiles(self.work.batch, self.counts, (1, 1, 1)):
             pixels = prod(tile)
             if pixels > MOST_PIXELS or (self.engine and not self._is_copied(tile)):
                 continue
@@ -238,6 +240,13 @@ class Block:
         x_pixels *= parts.sub_boxes
         self.pieces = max(slice_ * real // piece for (real, _), piece in parts.copies.values())
         self.box_bytes = x_pixels * self.x_pitch + pixels * self.y_pitch
+        # Bytes of whole chunks that threads copy as fast as the box's pieces.
+        self.copied_bytes: int = sum(
+            count * slice_ * real // piece * COPIED_BYTES[piece]
+            for count, ((real, _), piece) in zip(
+                (x_pixels, pixels), parts.copies.values(), strict=True
+            )
+        )
         self.pixels = x_pixels + pixels
         # A column of 8 may extend past the last channel of the last pixel.
         y_bytes = self.steps * parts.depth * self.y_pitch + CHUNK_BYTES * 8

@@ -191,7 +191,8 @@ def time_of(parts: Parts, block: Block, share: Share, device: CudaDevice) -> flo
     fast = parts.engine and parts.work.dtype.itemsize == 2
     pixel_us, copied_us, memory_us = ENGINE_US if fast else COPY_US
     slowed = UNALIGNED if fast and block.row_alignment < ALIGNED_BYTES else 1.0
-    copied = each * turns * (block.pixels * pixel_us + block.box_bytes * copied_us) * slowed
+    bytes_ = block.box_bytes if parts.engine else block.copied_bytes
+    copied = each * turns * (block.pixels * pixel_us + bytes_ * copied_us) * slowed
     steps = ceil_div(block.steps, block.k_splits)
     products, reads = item.rows * item.columns, item.rows + item.columns / 2
     all_steps = each * turns * steps * block.items * block.k_splits

@@ -28,7 +28,7 @@ CHUNK_BYTES = 16
 
 COPIES = (Transpose(), RowCopy(), StridedCopy())
 # Kernels that use programmatic dependent launch.
-WAITING = ("transpose", "transpose_planes", "transpose_runs", "row_copy", "float_parts")
+WAITING = ("transpose", "transpose_planes", "transpose_runs", "row_copy", "row_pack", "float_parts")
 # Of a copy's launch, and bytes that it reads and writes per second: fitted on an H200 to 137 weight
 # gradients, 1x1, channels first.
 COPY_S, COPY_BYTES_S = 2.5e-6, 4e12

@@ -17,7 +17,7 @@ from convgrad_service.plans.cuda.families import Solver
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
 from convgrad_service.plans.cuda.works import Copy, CopyAxis
 
-__all__ = ["RowCopy", "Transpose"]
+__all__ = ["RowCopy", "RowPack", "Transpose"]
 
 BLOCK, CHUNK_BYTES, SECTOR_BYTES = 256, 16, 32
 # Extents of a tile; along x by the size of an element.
@@ -36,6 +36,7 @@ TransposeArgs = structure("layout/transpose.cu", "TransposeArgs")
 
 
 RowCopyArgs = structure("layout/row_copy.cu", "RowCopyArgs")
+RowPackArgs = structure("layout/row_pack.cu", "RowPackArgs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,35 +154,12 @@ class Transpose(Solver[Copy, tuple[_Box, int, int]]):
         ]
 
 
-@dataclass(frozen=True, slots=True)
-class _Runs:
-    """Runs of a target, along ``outer`` axes: each has ``rows`` of the source without gaps, or one,
-    of which it has ``reals`` elements."""
-
-    outer: tuple[CopyAxis, ...]
-    row: CopyAxis
-    rows: CopyAxis
-    reals: int
-
-    @property
-    def elements(self) -> int:
-        return self.rows.extent * self.row.extent
-
-    def chunks(self, itemsize: int) -> int:
-        return ceil_div(self.elements * itemsize, CHUNK_BYTES)
-
-    def blocks(self, itemsize: int) -> int:
-        every = self.chunks(itemsize) * prod(axis.extent for axis in self.outer)
-        return linear_grid(every, BLOCK)[0]
-
-
-class RowCopy(Solver[Copy, _Runs]):
-    """Copies with the same contiguous axis on both sides, to runs that start at whole 16-byte
-    chunks."""
+class RowCopy(Solver[Copy, tuple[_Box, CopyAxis]]):
+    """Copies with the same contiguous axis on both sides, to rows of whole 16-byte chunks."""
 
     name = "row_copy"
 
-    def solve(self, work: Copy, device: CudaDevice) -> _Runs | str:
+    def solve(self, work: Copy, device: CudaDevice) -> tuple[_Box, CopyAxis] | str:
         box = _box(work)
         if isinstance(box, str):
             return box
@@ -190,40 +168,66 @@ class RowCopy(Solver[Copy, _Runs]):
             return "source and target do not have the same contiguous axis"
         if box.padded not in (None, inner):
             return "the padded axis is not contiguous"
-        row, reals = box.axes[inner], box.limit
-        if row.source == 0 and (box.padded is None or box.limit > 1):
+        if box.axes[inner].source == 0 and (box.padded is None or box.limit > 1):
             return "one element of the source is broadcast to a row"
-        outer = [axis for axis in box.axes if axis is not row]
-        rows = CopyAxis(1, 0, 0)
         chunk = CHUNK_BYTES // work.dtype.itemsize
-        if box.padded is None:
-            joined = next((axis for axis in outer if axis.target == row.extent), None)
-            if joined is not None and row.extent % chunk:
-                outer.remove(joined)
-                rows = joined
-            reals = rows.extent * row.extent
-        if any(value % chunk for value in (work.target_start, *(axis.target for axis in outer))):
-            return f"the target's rows do not start at whole chunks of {CHUNK_BYTES} bytes"
-        if len(outer) > ROW_AXES:
-            return f"{len(outer)} axes above rows are more than {ROW_AXES}"
-        runs = _Runs(tuple(outer), row, rows, reals)
-        blocks = runs.blocks(work.dtype.itemsize)
-        return f"{blocks} blocks are more than one grid holds" if blocks > MAX_BLOCKS else runs
+        row = box.axes[inner]
+        targets = (axis.target for axis in box.axes if axis is not row)
+        if any(value % chunk for value in (row.extent, work.target_start, *targets)):
+            return f"the target's rows are not whole chunks of {CHUNK_BYTES} bytes"
+        if len(box.axes) - 1 > ROW_AXES:
+            return f"{len(box.axes)} axes are more than {ROW_AXES + 1}"
+        blocks = linear_grid(prod(axis.extent for axis in box.axes) // chunk, BLOCK)[0]
+        if blocks > MAX_BLOCKS:
+            return f"{blocks} blocks are more than one grid holds"
+        return box, row
 
-    def fragment(self, work: Copy, device: CudaDevice, config: _Runs) -> Fragment:
-        itemsize = work.dtype.itemsize
+    def fragment(self, work: Copy, device: CudaDevice, config: tuple[_Box, CopyAxis]) -> Fragment:
+        box, row = config
         args = RowCopyArgs()
-        _fill_axes(args, list(config.outer), ROW_AXES)
-        args.chunks = config.chunks(itemsize)
+        _fill_axes(args, [axis for axis in box.axes if axis is not row], ROW_AXES)
+        args.chunks = row.extent * work.dtype.itemsize // CHUNK_BYTES
         args.all_chunks = args.chunks * prod(args.extent)
-        args.run, args.reals, args.width = config.elements, config.reals, config.row.extent
-        args.pitch = config.rows.source
-        args.target = work.target_start * itemsize
-        grid = config.blocks(itemsize), 1, 1
-        return _fragment(work, args, _instance(self.name, itemsize), grid)
+        args.elements = row.extent if box.padded is None else box.limit
+        args.target = work.target_start * work.dtype.itemsize
+        instance = _instance(self.name, work.dtype.itemsize)
+        return _fragment(work, args, instance, linear_grid(args.all_chunks, BLOCK))
 
     def instances(self) -> Iterable[Instance]:
         return [_instance(self.name, itemsize) for itemsize in TYPES]
+
+
+class RowPack(Solver[Copy, _Box]):
+    """Copies of rows to rows without gaps, which need not be whole chunks."""
+
+    name = "row_pack"
+
+    def solve(self, work: Copy, device: CudaDevice) -> _Box | str:
+        box = _box(work)
+        if isinstance(box, str):
+            return box
+        if work.target_start or box.padded is not None or len(box.axes) != 2:
+            return "more than one axis of rows, bounds, or a target inside its buffer"
+        rows, row = box.axes
+        if (row.source, row.target) != (1, 1) or rows.target != row.extent:
+            return "the target has gaps between rows, or either side within them"
+        if linear_grid(self._chunks(work, box), BLOCK)[0] > MAX_BLOCKS:
+            return "more chunks than a grid can have"
+        return box
+
+    def fragment(self, work: Copy, device: CudaDevice, box: _Box) -> Fragment:
+        rows, row = box.axes
+        args = RowPackArgs()
+        args.elements, args.width, args.pitch = rows.extent * row.extent, row.extent, rows.source
+        instance = _instance(self.name, work.dtype.itemsize)
+        return _fragment(work, args, instance, linear_grid(self._chunks(work, box), BLOCK))
+
+    def instances(self) -> Iterable[Instance]:
+        return [_instance(self.name, itemsize) for itemsize in TYPES]
+
+    @staticmethod
+    def _chunks(work: Copy, box: _Box) -> int:
+        return ceil_div(prod(axis.extent for axis in box.axes) * work.dtype.itemsize, CHUNK_BYTES)
 
 
 def _fragment(work: Copy, args: Any, instance: Instance, grid: tuple[int, int, int]) -> Fragment:
