@@ -71,13 +71,14 @@ class Weight(GroupedWeight):
 
     def __init__(self, seed: int, *, copy_engine: bool) -> None:
         super().__init__(copy_engine=copy_engine)
-        self._seed, self._engine = seed, copy_engine
+        self._seed = seed
 
     def launches(self, work: ConvWork, device: CudaDevice, share: Share | None = None) -> Fragment:
         # The same for equal works.
         draw = random.Random(f"{self._seed} {work.conv}")
         few = replace(device, multiprocessors=draw.choice((1, 2, 9)))
-        every = [one for _, one in shares_of(work, few, self._engine)]
+        engine = self._has_engine(work, few)
+        every = [one for _, one in shares_of(work, few, engine)]
         return super().launches(work, few, draw.choice(every))
 
 

@@ -72,7 +72,7 @@ class Drawn(GroupedWeight):
     """The family with a share drawn at random, for few multiprocessors: many boxes per block."""
 
     def __init__(self, seed: int, multiprocessors: int) -> None:
-        super().__init__(wide=True)
+        super().__init__()
         self._seed, self._multiprocessors = seed, multiprocessors
 
     def launches(self, work: ConvWork, device: CudaDevice, share: Share | None = None) -> Fragment:
@@ -109,22 +109,20 @@ def test_not_finite(backend: Backend, seed: int, name: str) -> None:
 def test_emulated(seed: int, name: str) -> None:
     case = CASES[name]
     families = [Drawn(seed + draw, count) for draw in range(2) for count in (2, 9, 132)]
-    for family in (GroupedWeight(wide=True), *families):
+    for family in (GroupedWeight(), *families):
         gates(emulated(family), seed, case, "bfloat16", last_layout(case))
 
 
 @emulation
 @pytest.mark.parametrize("name", ["c4", "c32", "strided"])
 def test_emulated_float16(seed: int, name: str) -> None:
-    gates(
-        emulated(GroupedWeight(wide=True)), seed, CASES[name], "float16", last_layout(CASES[name])
-    )
+    gates(emulated(GroupedWeight()), seed, CASES[name], "float16", last_layout(CASES[name]))
 
 
 @emulation
 @pytest.mark.parametrize("name", NOT_FINITE)
 def test_emulated_not_finite(seed: int, name: str) -> None:
-    for family in (GroupedWeight(wide=True), Drawn(seed, 2)):
+    for family in (GroupedWeight(), Drawn(seed, 2)):
         check_rule(emulated(family), seed, CASES[name], "bfloat16", last_layout(CASES[name])[0])
 
 
@@ -158,7 +156,7 @@ def test_splits_are_counted() -> None:
             weight_dtype=DType.BFLOAT16,
             split_k=split_k,
         )
-        plan = plan_for(problem, H200, replace(FAMILIES, bwd_weight=(GroupedWeight(wide=True),)))
+        plan = plan_for(problem, H200, replace(FAMILIES, bwd_weight=(GroupedWeight(),)))
         (launch,) = plan.steps
         assert isinstance(launch, Launch)
         splits, slices, _ = launch.grid
@@ -170,4 +168,4 @@ def test_splits_are_counted() -> None:
 @emulation
 @pytest.mark.parametrize("case", EPILOGUE, ids=lambda case: case.id)
 def test_emulated_epilogues(seed: int, case: Case) -> None:
-    gates(emulated(GroupedWeight(wide=True)), seed, case, "bfloat16", last_layout(case))
+    gates(emulated(GroupedWeight()), seed, case, "bfloat16", last_layout(case))

@@ -23,6 +23,14 @@ GROUPED: dict[str, Conv] = {
     "c32": Conv(2, 64, 64, (7, 7), (3, 3), padding=1, groups=2),
     "c40_to_56": Conv(1, 80, 112, (3, 4), (3, 3), padding=1, groups=2),
     "c64_to_8": Conv(1, 128, 16, (4, 5), (3, 3), padding=1, groups=2),
+    # Padded in shared memory: copied in pieces of 2, 4 and 8 bytes, or because of all channels
+    "c3_pairs": Conv(2, 24, 24, (6, 7), (3, 3), padding=1, groups=8),
+    "c5": Conv(1, 35, 35, (5, 7), (3, 3), padding=1, groups=7),
+    "c6_seven": Conv(2, 42, 42, (7, 9), (3, 3), 2, 1, groups=7),
+    "c10": Conv(1, 40, 40, (5, 7), (3, 3), padding=1, groups=4),
+    "c20_to_28": Conv(1, 60, 84, (5, 7), (3, 3), padding=1, groups=3),
+    "c27_to_9": Conv(1, 81, 27, (5, 6), (3, 3), 2, 1, groups=3),
+    "c4_three": Conv(2, 12, 12, (7, 9), (3, 3), padding=1, groups=3),
     # Geometry
     "c8_strided": Conv(2, 16, 16, (11, 9), (3, 3), 2, 1, groups=2),
     "c4_strided_3_by_2": Conv(1, 16, 16, (11, 10), (4, 5), (3, 2), 2, groups=4),
@@ -51,4 +59,5 @@ def grouped_cases(operation: str) -> list[Case]:
 
 
 NOT_FINITE = ("c2", "c8", "c8_to_4_three_merges", "c12_three_merges", "c16", "c8_strided", "3d_c4")
+NOT_FINITE += ("c3_pairs", "c6_seven", "c20_to_28")
 """Where NaN and infinities are tried: merged groups, one group, two groups of taps, all ranks."""

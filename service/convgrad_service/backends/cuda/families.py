@@ -93,6 +93,7 @@ OVERHEADS = {
     "grouped_gather": Overhead(0.0),
     "first_weight": Overhead(0.0),
     "grouped_weight": Overhead(0.0),
+    "hopper_grouped": Overhead(0.0),
     "hopper_grouped_weight": Overhead(5.7e-6, 0.97),
     "implicit_gemm": Overhead(0.0, 1.0, 4e-6),
     "pointwise_gemm": Overhead(0.0),
@@ -134,6 +135,14 @@ def _through_channels_last(families: Sequence[Family[ConvWork]]) -> list[Family[
     return [ConvThroughChannelsLast(family, COPIES) for family in families]
 
 
+def _in_any_layout(family: Family[ConvWork]) -> tuple[Family[ConvWork], ...]:
+    return family, ConvThroughChannelsLast(family, COPIES)
+
+
+def _result_in_any_layout(family: Family[ConvWork]) -> tuple[Family[ConvWork], ...]:
+    return ResultThroughChannelsLast(family, COPIES), family
+
+
 # Channels that a result may sum over: any number.
 MANY = 2**31
 # Depthwise convolutions: forward and input gradient, then weight gradient. Small ones first.
@@ -165,51 +174,43 @@ DEPTHWISE_WEIGHT = (
     ),
 )
 SPLIT_GATHER = ResultThroughChannelsLast(SplitGather(), COPIES, timed=True), SplitGather()
-SPLIT_WEIGHT = ResultThroughChannelsLast(SplitWeight(), COPIES), SplitWeight()
-# Few channels per group. Kernels that compute several groups at once are compared with dense ones,
-# whose tiles are of one group.
+SPLIT_WEIGHT = _result_in_any_layout(SplitWeight())
+# Few channels per group. Kernels that compute several groups at once, between copies if need be,
+# are compared with dense ones, whose tiles are of one group.
 GROUPED_OVERHEADS = OVERHEADS | {
     f"{name}_through_channels_last": replace(OVERHEADS[name], copy_s=COPY_S)
     for name in (
         "grouped_gather",
         "grouped_weight",
+        "hopper_grouped",
+        "hopper_grouped_weight",
         "hopper_gather",
         "hopper_weight",
     )
 }
 
 
-def _beside_dense(*alternatives: Sequence[Family[ConvWork]]) -> FastestExpected[ConvWork]:
-    return FastestExpected(*alternatives, overheads=GROUPED_OVERHEADS)
-
-
-_GATHERS: _Alternatives = (
-    (ResultThroughChannelsLast(HopperGather(), COPIES), HopperGather()),
-    SPLIT_GATHER,
-)
 GROUPED = (
-    HopperGrouped(),
-    _beside_dense((GroupedGather(),), *_GATHERS),
-    ConvThroughChannelsLast(HopperGrouped(), COPIES),
-    _beside_dense((ConvThroughChannelsLast(GroupedGather(), COPIES),), *_GATHERS),
-)
-_WEIGHTS: _Alternatives = (
-    (ResultThroughChannelsLast(HopperWeight(), COPIES), HopperWeight()),
-    SPLIT_WEIGHT,
-)
-# From this many channels per group on, these are candidates too; measured on an H200.
-WIDE_GROUP = 40
-GROUPED_WEIGHT = (
-    _beside_dense(
-        (GroupedWeight(wide=True),),
-        (HopperGroupedWeight(),),
-        (DenseWeight(least_grouped=WIDE_GROUP),),
-        (ImplicitGemm(dtypes=(DType.FLOAT16, DType.BFLOAT16), least_channels=WIDE_GROUP),),
-        *_WEIGHTS,
+    FastestExpected(
+        _in_any_layout(GroupedGather()),
+        _in_any_layout(HopperGrouped()),
+        _result_in_any_layout(HopperGather()),
+        SPLIT_GATHER,
+        (ImplicitGemm(),),
+        (DenseGather(),),
+        overheads=GROUPED_OVERHEADS,
     ),
-    _beside_dense((GroupedWeight(),), *_WEIGHTS),
-    ConvThroughChannelsLast(HopperGroupedWeight(), COPIES),
-    _beside_dense((ConvThroughChannelsLast(GroupedWeight(), COPIES),), *_WEIGHTS),
+)
+GROUPED_WEIGHT = (
+    FastestExpected(
+        _in_any_layout(GroupedWeight()),
+        _in_any_layout(HopperGroupedWeight()),
+        _result_in_any_layout(HopperWeight()),
+        SPLIT_WEIGHT,
+        (ImplicitGemm(),),
+        _result_in_any_layout(DenseWeight()),
+        overheads=GROUPED_OVERHEADS,
+    ),
 )
 # Depthwise gradients of the input that sum over several channels, channels last. On an H200,
 # grouped_gather takes 1.6 to 2.5 times as long in float32 (36 layers), and in 16-bit types 0.88
@@ -220,7 +221,7 @@ DEPTHWISE_SUMS = (
     DepthwiseDirect(most_summed=MANY),
 )
 # Many channels per group, any kernel: forward and input gradient, then weight gradient.
-DENSE_CONV = ResultThroughChannelsLast(HopperGather(), COPIES), HopperGather(), DenseGather()
+DENSE_CONV = *_result_in_any_layout(HopperGather()), DenseGather()
 # In 16-bit types, where expected times include copies.
 DENSE_CONV_16 = (
     (ResultThroughChannelsLast(HopperGather(), COPIES, timed=True), *DENSE_CONV[1:]),
@@ -231,12 +232,10 @@ COPIED_16 = {
     f"{name}_through_channels_last": OVERHEADS[name] for name in ("hopper_gather", "hopper_halo")
 }
 DENSE_CONV_WEIGHT = (
-    ResultThroughChannelsLast(HopperWeight(), COPIES),
-    HopperWeight(),
-    ResultThroughChannelsLast(DenseWeight(), COPIES),
-    DenseWeight(),
+    *_result_in_any_layout(HopperWeight()),
+    *_result_in_any_layout(DenseWeight()),
 )
-BATCH_LAST_WEIGHT = ResultThroughChannelsLast(BatchLastWeight(), COPIES), BatchLastWeight()
+BATCH_LAST_WEIGHT = _result_in_any_layout(BatchLastWeight())
 # Small layers, and those that no family above takes. 14 layers that only fallback kernels take
 # otherwise take 0.28 to 1.02 of their time on an H200; 7 in TF32 with fewer than 4 channels 0.31 to
 # 1.55.

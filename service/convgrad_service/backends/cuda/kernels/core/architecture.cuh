@@ -3,11 +3,11 @@
 
 namespace convgrad {
 
-// kAda: 8.9, and 8.6, for which the same code is made.
+// kAmpere: 8.0 to 8.9.
 #if defined(__CUDA_ARCH__)
-constexpr bool kBlackwell = __CUDA_ARCH__ >= 1000, kAda = __CUDA_ARCH__ > 800 && __CUDA_ARCH__ < 900;
+constexpr bool kBlackwell = __CUDA_ARCH__ >= 1000, kAmpere = __CUDA_ARCH__ < 900;
 #else
-constexpr bool kBlackwell = false, kAda = false;
+constexpr bool kBlackwell = false, kAmpere = false;
 #endif
 
 }  // namespace convgrad

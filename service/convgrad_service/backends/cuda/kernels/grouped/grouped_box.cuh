@@ -2,20 +2,25 @@
 //
 // A box is [images][D][H][W] positions of 16-byte chunks of channels, `pitch` bytes apart. The pitch is
 // an odd number of chunks, so that eight adjacent positions of one chunk, which ldmatrix reads, have no
-// bank conflicts. Missing positions and channels are zeros.
+// bank conflicts. Missing positions are zeros. Merges of groups start at whole chunks; where
+// they are none in memory, they are copied in smaller pieces, and zeros fill them up.
 #pragma once
 
 #include "core/architecture.cuh"
 #include "core/epilogue.cuh"
+#include "ptx/load_store.cuh"
 #include "ptx/mma.cuh"
+#include "ptx/shared_element.cuh"
 
 namespace convgrad {
 
 struct Box {
   int extent[4];  // images, D, H, W
-  int chunks;     // chunks of a position
   int pitch;      // in bytes
-  int columns_at_once, rows_at_once;  // columns and rows that a block's threads copy at once, a chunk of a position each
+  int pieces;     // of a position
+  int piece;      // bytes: 16, 8, 4 or 2
+  int merge_pieces, merge_bytes;      // pieces of a merge, and its bytes in the box
+  int columns_at_once, rows_at_once;  // columns and rows that a block's threads copy at once, a piece of a position each
 };
 
 // A tensor's strides of N and of D, H, W, in bytes.
@@ -85,27 +90,53 @@ struct Walk {
   }
 };
 
-// One thread's part of copying boxes of one shape: a chunk of every columns_at_once-th column and
+// Copies a piece to shared memory; zeros if it is not there. Pieces of two bytes are not copied
+// asynchronously.
+__device__ __forceinline__ void copy_piece(u32 to, const char* from, const char* any, bool is_there, int bytes) {
+  const char* const source = is_there ? from : any;
+  if (bytes == 16) {
+    cp_async<16>(to, source, is_there ? 16 : 0);
+  } else if (bytes == 8) {
+    cp_async<8>(to, source, is_there ? 8 : 0);
+  } else if (bytes == 4) {
+    cp_async<4>(to, source, is_there ? 4 : 0);
+  } else {
+    unsigned short raw;
+    load_if(is_there, from, raw);
+    store_element(to, raw);
+  }
+}
+
+// Fills a padded box, whose copies leave its padding alone, with zeros.
+template <int kThreads>
+__device__ __forceinline__ void clear(char* box, int bytes) {
+#pragma unroll 1
+  for (int i = threadIdx.x * 16; i < bytes; i += kThreads * 16) {
+    *reinterpret_cast<uint4*>(box + i) = make_uint4(0, 0, 0, 0);
+  }
+}
+
+// One thread's part of copying boxes of one shape: a piece of every columns_at_once-th column and
 // every rows_at_once-th row. What is common to all boxes is computed once.
 struct Copier {
-  const char* lane;  // address of this thread's chunk, column and row of a box that starts at 0
+  const char* lane;  // address of this thread's piece, column and row of a box that starts at 0
   u32 to;            // the same in shared memory, from the start of the box
   int column, row;
-  bool real;
 
-  // `tensor` has `real_chunks` chunks of channels.
+  // `tensor` has `real_bytes` bytes of channels.
   __device__ __forceinline__ Copier(const Box& box, const char* tensor, const BoxStrides& stride,
-                                    const int (&step)[3], int real_chunks) {
+                                    const int (&step)[3], int real_bytes) {
     const int thread = threadIdx.x;
-    const int position = quick_divide(thread, box.chunks);
-    const int chunk = thread - position * box.chunks;
+    const int position = quick_divide(thread, box.pieces);
+    const int piece = thread - position * box.pieces, merge = quick_divide(piece, box.merge_pieces);
     row = quick_divide(position, box.columns_at_once);
     column = position - row * box.columns_at_once;
-    real = chunk < real_chunks;
-    if (row >= box.rows_at_once) row = box.extent[2];  // this thread copies nothing
-    lane = tensor + chunk * 16 + static_cast<i64>(row * step[1]) * stride.spatial[1] +
+    // This thread copies nothing; what is beyond the last channel is multiplied for no result.
+    if (row >= box.rows_at_once || piece * box.piece >= real_bytes) row = box.extent[2];
+    lane = tensor + piece * box.piece + static_cast<i64>(row * step[1]) * stride.spatial[1] +
            static_cast<i64>(column * step[2]) * stride.spatial[2];
-    to = (row * box.extent[3] + column) * box.pitch + chunk * 16;
+    to = (row * box.extent[3] + column) * box.pitch + merge * box.merge_bytes +
+         (piece - merge * box.merge_pieces) * box.piece;
   }
 
   // Starts the copies of the box from image `image` and position `from` on, with a distance of
@@ -124,8 +155,7 @@ struct Copier {
     u32 column_to = box_at + to;
 #pragma unroll 1
     for (int w = column; w < box.extent[3]; w += box.columns_at_once) {
-      const bool wide = real && static_cast<u32>(from[2] + w * step[2]) <
-                                    static_cast<u32>(size[2]);
+      const bool wide = static_cast<u32>(from[2] + w * step[2]) < static_cast<u32>(size[2]);
       const char* of_image = first;
       u32 plane_to = column_to;
 #pragma unroll 1
@@ -142,7 +172,7 @@ struct Copier {
 #pragma unroll 2
           for (int j = row; j < box.extent[2]; j += box.rows_at_once) {
             const bool inside = there && static_cast<u32>(h) < static_cast<u32>(size[1]);
-            cp_async<16>(target, inside ? at : lane, inside ? 16 : 0);
+            copy_piece(target, at, lane, inside, box.piece);
             at += next_row;
             target += box.rows_at_once * row_pitch;
             h += next_h;
@@ -187,6 +217,26 @@ __device__ __forceinline__ void copy_weights(char* to, const T* from, int channe
       if (static_cast<u32>(channel + e) < limit) chunk.element[e] = from[(channel + e) * stride];
     }
     *reinterpret_cast<uint4*>(to) = chunk.raw;
+  }
+}
+
+// Stores a chunk of adjacent results, of which `left` exist, in pieces of 16, 8, 4 or 2 bytes.
+template <class T>
+__device__ __forceinline__ void store_chunk(T* to, const char* from, int left, int piece) {
+  constexpr int kCount = 16 / sizeof(T);
+  if (piece == 16) {
+    *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
+    return;
+  }
+  const int bytes = min(left, kCount) * static_cast<int>(sizeof(T));
+  char* const at = reinterpret_cast<char*>(to);
+  if (piece >= 4) {
+#pragma unroll 1
+    for (int i = 0; i < bytes; i += 4) *reinterpret_cast<u32*>(at + i) = *reinterpret_cast<const u32*>(from + i);
+  } else {
+    using Half = unsigned short;
+#pragma unroll 1
+    for (int i = 0; i < bytes; i += 2) *reinterpret_cast<Half*>(at + i) = *reinterpret_cast<const Half*>(from + i);
   }
 }
 

@@ -36,11 +36,36 @@ BoxStrides = structure("grouped/grouped_box.cuh", "BoxStrides")
 BoxArgs = structure("grouped/grouped_box.cuh", "Box")
 
 
-def box_args(extent: Sequence[int], chunks: int, pitch: int, threads: int) -> Any:
-    """Return the kernel parameters of a box of positions (N, D, H, W), copied by ``threads``."""
-    most = threads // chunks
+def box_args(
+    extent: Sequence[int],
+    pitch: int,
+    merges: int,
+    merge_bytes: tuple[int, int],
+    piece: int,
+    threads: int,
+) -> Any:
+    """Return the kernel parameters of a box of positions (N, D, H, W), copied by ``threads``.
+
+    Parameters
+    ----------
+    pitch
+        Bytes between positions.
+    merges, merge_bytes
+        Their number in a position, and the bytes of each in memory and in the box.
+    piece
+        Bytes that a thread copies at once.
+    """
+    pieces = merges * merge_bytes[0] // piece
+    most = threads // pieces
     columns = min(most, extent[3])
-    return BoxArgs((ctypes.c_int32 * 4)(*extent), chunks, pitch, columns, most // columns)
+    return BoxArgs(
+        (ctypes.c_int32 * 4)(*extent),
+        pitch,
+        pieces,
+        piece,
+        *(merge_bytes[0] // piece, merge_bytes[1]),
+        *(columns, most // columns),
+    )
 
 
 @dataclass(frozen=True)

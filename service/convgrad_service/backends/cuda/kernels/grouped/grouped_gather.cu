@@ -1,7 +1,7 @@
 // A grouped convolution of few channels per group, forward or the gradient of the input, on tensor
 // cores: M = positions of the result, N = result channels, K = taps x source channels, of one group
-// or of as many groups, merged, as fill whole 16-byte chunks of channels on both sides. The weight
-// of merged groups is block-diagonal. Launched by grouped_gather.py.
+// or of as many groups, merged, as fill whole 16-byte chunks of channels on both sides; else zeros fill
+// them up in shared memory. The weight of merged groups is block-diagonal. Launched by grouped_gather.py.
 //
 // Along each dimension, result position y0 + m*y_step (m in [0, count)) of a phase meets, at its tap
 // j in [0, taps), source position x0 + (m*x_step + j*x_tap)*lattice and weight tap r0 + j*r_step.
@@ -15,7 +15,7 @@
 // channel], result offsets and box offsets of positions, offsets of the steps of the reduction, and
 // the warps' rows, at offsets that grouped_gather.py computes.
 // Grid: slices (fastest), phases, boxes.
-// Preconditions: channels, of all merged groups, are contiguous in whole 16-byte chunks.
+// Preconditions: channels, of all merged groups, are contiguous.
 // Deterministic: one order of additions for each result, independent of boxes. Positions outside the
 // source and other groups' channels are multiplied as zeros, so NaN and infinities spread to merged
 // groups: grouped_merge.py only merges groups for which that is allowed.
@@ -63,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   if (thread < 2) spots[thread] = spot_of(args, mine, blockIdx.x + thread * gridDim.x);
   const int merges = min(args.slice, args.merges - first_merge);
   const int x_merge = args.merged * args.x_channels, y_merge = args.merged * args.y_channels;
-  const int x_chunks = x_merge / kChunk;
+  const int x_chunks = (x_merge + kChunk - 1) / kChunk;
   const T* const x = static_cast<const T*>(args.x) + first_group * args.x_group;
   const T* const w = static_cast<const T*>(args.w) + first_group * args.w_group;
   const int taps = mine.phase[0].taps * mine.phase[1].taps * mine.phase[2].taps;
@@ -71,7 +71,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   // Weights as [merge][tap][out channel][in channel], block-diagonal.
   const int in_channels = ACROSS ? args.y_channels : args.x_channels;
   const int out_channels = ACROSS ? args.x_channels : args.y_channels;
-  const int w_rows = args.merged * out_channels, w_chunks = args.merged * in_channels / kChunk;
+  const int real_rows = args.merged * out_channels, w_rows = (real_rows + kChunk - 1) / kChunk * kChunk;
+  const int w_chunks = (args.merged * in_channels + kChunk - 1) / kChunk;
   const int tap_bytes = w_rows * args.w_pitch, merge_bytes = (taps + 1) * tap_bytes;
   {
     // A thread keeps its chunk within a tap, and walks over taps and merges.
@@ -80,10 +81,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     const int radix[4] = {max(mine.phase[0].taps, 1), max(mine.phase[1].taps, 1), max(mine.phase[2].taps, 1), 1};
     const int steps[3] = {args.r_step[0] * args.w_stride[3], args.r_step[1] * args.w_stride[4],
                           args.r_step[2] * args.w_stride[5]};
+    const Walk first_tap(radix, slot, at_once);
     for (int within = thread - slot * lanes; within < row_chunks; within += kThreads) {
       const int row = quick_divide(within, w_chunks);
       const int chunk = within - row * w_chunks;
-      const int own = quick_divide(row, out_channels);
+      const int own = quick_divide(row, out_channels), limit = row < real_rows ? in_channels : 0;
       // The chunk's first channel, relative to this row's group.
       const int channel = chunk * kChunk - own * in_channels;
       const T* const first = w + own * args.w_group +
@@ -93,28 +95,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
       char* to = base + args.weights_at + row * args.w_pitch + chunk * 16;
       for (int merge = 0; merge < merges; ++merge, to += merge_bytes) {
         const T* const of_merge = first + merge * args.merged * args.w_group;
-        if (args.w_tap != 0) {
-          const T* from = of_merge + slot * args.w_tap;
-          for (int i = slot; i <= taps && slot < at_once; i += at_once) {
-            copy_weights(to + i * tap_bytes, i < taps ? from : of_merge, channel,
-                         i < taps ? in_channels : 0, args.w_vector, args.w_stride[2]);
-            from += at_once * args.w_tap;
-          }
-          continue;
-        }
-        Walk tap(radix, slot, at_once);
+        Walk tap = first_tap;
         for (int i = slot; i <= taps && slot < at_once; i += at_once, tap.next(radix)) {
           const T* const from =
               of_merge + (tap.n * steps[0] + tap.d * steps[1] + tap.h * steps[2]);
           copy_weights(to + i * tap_bytes, i < taps ? from : of_merge, channel,
-                       i < taps ? in_channels : 0, args.w_vector, args.w_stride[2]);
+                       i < taps ? limit : 0, args.w_vector, args.w_stride[2]);
         }
       }
     }
   }
 
   const Copier copier(args.box, reinterpret_cast<const char*>(x), args.x_stride, args.lattice,
-                      (args.groups - first_group) * args.x_channels / kChunk);
+                      (args.groups - first_group) * args.x_channels * kSize);
+  if (args.padded) clear<kThreads>(base, args.weights_at);
   __syncthreads();
   const Phase(&phase)[3] = place.phase;
   auto copy = [&](int index, const Spot& spot, u32 to) {
@@ -268,8 +262,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
         const int position = (fragment + f) * 16;
         if (mine && real(position + row)) {
           T* const to = y + result_at[position] + s * y_merge_stride + lane_to;
-          *reinterpret_cast<uint4*>(to + merge * y_merge_stride) =
-              *reinterpret_cast<const uint4*>(rows + lane * 16);
+          store_chunk(to + merge * y_merge_stride, rows + lane * 16, y_merge, args.y_piece);
         }
         __syncwarp();
       }
@@ -292,8 +285,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
           const u32 at = result_at[position];
           if (at == kNowhere || !real(position)) continue;
           T* const to = y + (merge + s) * y_merge_stride + channel;
-          *reinterpret_cast<uint4*>(to + at) =
-              *reinterpret_cast<const uint4*>(rows + row * kRowPitch + slot % kLine * 16);
+          store_chunk(to + at, rows + row * kRowPitch + slot % kLine * 16, y_merge - channel, args.y_piece);
         }
         __syncwarp();
       }

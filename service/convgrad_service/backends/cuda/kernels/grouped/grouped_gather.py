@@ -21,12 +21,11 @@ from convgrad_service.backends.cuda.kernels.grouped.grouped_box import (
 from convgrad_service.backends.cuda.kernels.grouped.grouped_merge import (
     Merge,
     is_exact,
-    meets_own,
     merge_of,
     odd_chunks,
+    piece_of,
     slices_of,
     why_not_grouped,
-    why_not_packed,
 )
 from convgrad_service.backends.cuda.kernels.grouped.grouped_units import (
     BLOCKS,
@@ -35,6 +34,7 @@ from convgrad_service.backends.cuda.kernels.grouped.grouped_units import (
     every_unit,
     unit_of,
 )
+from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
@@ -54,6 +54,8 @@ PRODUCT_BYTES = 512
 # Seconds of a launch and of such a byte, fitted on an H200 to 63 times of groups of 16 to 64
 # channels; in exact float32, FMAs limit them.
 START_S, BYTE_S, EXACT_BYTE_S = 8e-6, 1.33e-11, 4.4e-11
+# Bytes that an SM could copy in the time of a piece, by its size.
+PIECE_BYTES = {16: 16, 8: 27, 4: 18, 2: 34}
 # Static shared memory.
 PLACE_BYTES = 384
 
@@ -87,8 +89,7 @@ class GroupedGather:
     name = "grouped_gather"
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
-        reason = why_not_grouped(work, device) or why_not_packed(work)
-        if reason is not None:
+        if (reason := why_not_grouped(work, device)) is not None:
             return reason
         if work.in_channels == work.out_channels == 1:
             return "NaN would spread among groups of one channel, as products have several groups"
@@ -121,16 +122,18 @@ class GroupedGather:
         args.x_group, args.y_group = source.strides[1], result.strides[1]
         args.y_stride[:] = (result.strides[0], *result.strides[3:])
         args.w_group, args.w_stride[1:] = work.w.strides[0], work.w.strides[1:]
-        args.w_tap = _tap_stride(work, axes)
         size = source.dtype.itemsize
         args.x_stride.image = source.strides[0] * size
         args.x_stride.spatial[:] = [stride * size for stride in source.strides[3:]]
-        args.box = box_args(shape.extent, shape.chunks, shape.pitch, WARPS * 32)
+        args.box = box_args(
+            shape.extent, shape.pitch, box.slice, shape.merge_bytes, shape.piece, WARPS * 32
+        )
+        args.padded, args.y_piece = merge.padded, piece_of(result, work.channels[1], merge.groups)
         args.alpha, args.beta = work.alpha, work.beta
         args.batch, args.groups = work.batch, work.groups
         args.x_channels, args.y_channels = work.channels
         args.merged, args.merges, args.slice = merge.groups, merge.count, box.slice
-        args.own = meets_own(work)
+        args.own = merge.own
         args.w_vector, args.w_pitch = _vector(work), shape.w_pitch
         args.activation, args.plain = ACTIVATIONS[work.activation], work.epilogue_free
         args.tile[:] = box.tile
@@ -198,6 +201,12 @@ class _Shared:
         self.extent = (box.tile[0], *extents)
         self.chunks = x_chunks * box.slice
         self.pitch = odd_chunks(self.chunks)
+        source, channels = work.sides[0], work.channels[0]
+        self.piece = piece_of(source, channels, merge.groups)
+        real = merge.groups * channels * work.dtype.itemsize
+        self.merge_bytes = real, x_chunks * CHUNK_BYTES
+        self.pieces = box.slice * real // self.piece
+        self.piece_rate = BYTE_S / EXACT_BYTE_S if is_exact(work) else 1.0
         self.w_pitch = odd_chunks(merge.in_chunks)
         taps = prod(axis.taps for axis in axes)
         # Warps read whole units of merges.
@@ -219,9 +228,13 @@ class _Shared:
         self.total_bytes = max(end, beyond) + PLACE_BYTES
 
     @property
-    def copied_bytes(self) -> int:
-        """Bytes of the box without padding."""
-        return prod(self.extent) * self.chunks * 16
+    def copied_bytes(self) -> float:
+        """Bytes of whole chunks that are copied as fast as the box's pieces."""
+        return prod(self.extent) * self.pieces * self.piece_bytes(self.piece)
+
+    def piece_bytes(self, piece: int) -> float:
+        """Return the bytes of whole chunks that take as long as a piece."""
+        return piece + (PIECE_BYTES[piece] - piece) * self.piece_rate
 
 
 def boxes_of(work: ConvWork, axes: list[LatticeAxis], device: CudaDevice) -> Iterator[Box]:
@@ -245,6 +258,8 @@ def _fitting(
                 if box.positions > MOST_POSITIONS or _span(work, axes, box) > MOST_SPAN:
                     continue
                 shape = _Shared(work, axes, merge, unit, box)
+                if shape.pieces > WARPS * 32:
+                    continue
                 if shape.total_bytes <= device.shared_bytes_per_block:
                     yield box, shape
 
@@ -270,9 +285,11 @@ def _cost(
 ) -> float:
     """Return the cost in units of the bytes that an SM could copy in that time."""
     backward = work.direction == "bwd_data"
-    y_bytes = (merge.in_channels if backward else merge.out_channels) * work.dtype.itemsize
-    result = ceil_div(box.positions, 64) * 64 * box.slice * y_bytes
-    per_box = shape.copied_bytes + 2 * result + 2048
+    result, channels = work.result, work.channels[1]
+    piece = piece_of(result, channels, merge.groups)
+    pieces = merge.groups * channels * work.dtype.itemsize // piece
+    stored = ceil_div(box.positions, 64) * 64 * box.slice * pieces * shape.piece_bytes(piece)
+    per_box = shape.copied_bytes + 2 * stored + 2048
     # Arranging weights takes more instructions than copying a box.
     per_block = 2 * shape.weight_bytes + 16384
     resident = _resident(unit, shape, device)
@@ -342,24 +359,6 @@ def _vector(work: ConvWork) -> int:
         ):
             return vector
     return 1
-
-
-def _tap_stride(work: ConvWork, axes: list[LatticeAxis]) -> int:
-    """Return the constant distance between taps in the weights, or 0 if it varies or if phases have
-    few taps."""
-    # A single phase has few taps too where the stride exceeds the result's extent.
-    for axis, kernel in zip(axes, work.kernel, strict=True):
-        if len(axis.phases) > 1 or axis.phases[0].taps < kernel:
-            return 0
-    after = 1
-    found = 0
-    for extent, stride in zip(reversed(work.kernel), reversed(work.w.strides[3:]), strict=True):
-        if extent > 1:
-            found = found or stride
-            if stride != found * after:
-                return 0
-        after *= extent
-    return found
 
 
 def _instance(unit: Unit, dtype: DType, across: bool, exact: bool) -> Instance:

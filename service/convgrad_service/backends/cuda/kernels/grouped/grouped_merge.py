@@ -1,4 +1,4 @@
-"""Merging of groups with few channels into whole 16-byte chunks of channels."""
+"""Merging of groups with few channels, so that they take whole 16-byte chunks of shared memory."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import ceil_div
 from convgrad_service.plans.cuda.works import ConvWork, Operand
 
-__all__ = ["DTYPES", "Merge", "is_exact", "meets_own", "merge_of", "odd_chunks", "slices_of"]
-__all__ += ["why_not_grouped", "why_not_packed", "widest"]
+__all__ = ["DTYPES", "Merge", "is_exact", "merge_of", "odd_chunks", "piece_of", "slices_of"]
+__all__ += ["why_not_grouped", "widest"]
 
 MAX_CHANNELS, WIDE_CHANNELS = 64, 128
-"""The most channels of a merge on either side."""
+"""The most channels of a merge on either side; the latter in weight gradients of 16-bit types."""
 LEAST_BYTES = 64
-DENSE_CHANNELS = 56
 MAX_TAPS = 512
 MAX_STRIDE_BYTES = 2**31 - 1
 PACKED = 16
@@ -27,36 +26,86 @@ MAX_EXTENT = 2**24
 
 @dataclass(frozen=True, slots=True)
 class Merge:
-    """``groups`` adjacent groups treated as one, with chunks of ``chunk`` channels."""
+    """``groups`` adjacent groups treated as one, with chunks of ``chunk`` channels.
+
+    With ``padded``, zeros fill up its last chunk in shared memory. With ``own``, sums of two groups
+    share a chunk, but products do not: see `_meets_own`.
+    """
 
     groups: int
     chunk: int
-    in_channels: int
-    out_channels: int
+    in_chunks: int
+    out_chunks: int
     count: int
+    padded: bool = False
+    own: bool = False
 
     @property
-    def in_chunks(self) -> int:
-        return self.in_channels // self.chunk
+    def in_channels(self) -> int:
+        return self.in_chunks * self.chunk
 
     @property
-    def out_chunks(self) -> int:
-        return self.out_channels // self.chunk
+    def out_channels(self) -> int:
+        return self.out_chunks * self.chunk
 
 
 def merge_of(work: ConvWork) -> Merge:
-    """Return the merge of the fewest groups whose channels are whole chunks on both sides."""
+    """Return the merge of the fewest groups whose channels are whole chunks on both sides, or of
+    those that fit in a chunk, or of one group, with padding."""
     chunk = CHUNK_BYTES // work.dtype.itemsize
-    groups = chunk // gcd(chunk, work.in_channels, work.out_channels)
-    if meets_own(work):
-        groups = 2
-    return Merge(
-        groups,
-        chunk,
-        groups * work.in_channels,
-        groups * work.out_channels,
-        ceil_div(work.groups, groups),
+    own = _meets_own(work)
+    groups = 2 if own else chunk // gcd(chunk, work.in_channels, work.out_channels)
+    padded = not _is_whole(work, groups, own)
+    if padded:
+        fitting = range(chunk // max(work.in_channels, work.out_channels), 1, -1)
+        groups = next((n for n in fitting if _may_meet(work, n)), 1)
+    in_chunks = ceil_div(groups * work.in_channels, chunk)
+    out_chunks = ceil_div(groups * work.out_channels, chunk)
+    count = work.groups // groups
+    return Merge(groups, chunk, in_chunks, out_chunks, count, padded, own and not padded)
+
+
+def _is_whole(work: ConvWork, groups: int, own: bool) -> bool:
+    """Return whether merges are whole chunks in memory and may be multiplied together."""
+    sides = (work.x, work.in_channels), (work.y, work.out_channels)
+    return (
+        all(piece_of(*side, groups) == CHUNK_BYTES for side in sides)
+        and (own or _may_meet(work, groups))
+        and groups * max(work.in_channels, work.out_channels) <= _most_channels(work)
     )
+
+
+def _most_channels(work: ConvWork) -> int:
+    wide = work.direction == "bwd_weight" and work.dtype.itemsize == 2
+    return WIDE_CHANNELS if wide else MAX_CHANNELS
+
+
+def _may_meet(work: ConvWork, groups: int) -> bool:
+    """Return whether so many groups may be merged, by zero-padding their weights.
+
+    Channels of other groups are then multiplied by zeros, so a NaN spreads to all groups of its
+    merge. It may only reach groups that share an aligned block of 16 channels with its own. Two
+    groups of fewer channels always share one, as no multiple of 16 is between them. In weight
+    gradients, products of different groups are discarded.
+    """
+    sides = (work.x, work.in_channels), (work.y, work.out_channels)
+    if groups == 1:
+        return True
+    if work.groups % groups or any(one.strides[1] != channels for one, channels in sides):
+        return False
+    return work.direction == "bwd_weight" or any(
+        channels < PACKED and (groups == 2 or PACKED % (groups * channels) == 0)
+        for _, channels in sides
+    )
+
+
+def piece_of(operand: Operand, channels: int, groups: int) -> int:
+    """Return the bytes, at most 16, of the largest pieces of which merges of ``groups`` groups are
+    whole numbers, each at a multiple of its size."""
+    size = operand.dtype.itemsize
+    apart = operand.strides[1] if groups == 1 else 0
+    every = gcd(groups * channels, apart, *(operand.strides[axis] for axis in (0, 3, 4, 5)))
+    return gcd(CHUNK_BYTES, every * size)
 
 
 def is_exact(work: ConvWork) -> bool:
@@ -64,7 +113,7 @@ def is_exact(work: ConvWork) -> bool:
     return work.dtype is DType.FLOAT32 and work.precision != "high"
 
 
-def meets_own(work: ConvWork) -> bool:
+def _meets_own(work: ConvWork) -> bool:
     """Return whether, in exact float32, two groups of four channels share a chunk of sums.
 
     Each lane then has the sums of one group, and multiplies only the channels of that group.
@@ -101,10 +150,8 @@ def odd_chunks(chunks: int) -> int:
     return (chunks | 1) * CHUNK_BYTES
 
 
-def why_not_grouped(work: ConvWork, device: CudaDevice, *, wide: bool = False) -> str | None:
-    """Return why neither grouped tensor-core kernel applies; None if one may.
-
-    With ``wide``, dense kernels are not preferred for groups that fill their tiles.
+def why_not_grouped(work: ConvWork, device: CudaDevice) -> str | None:
+    """Return why the grouped tensor-core kernel does not apply; None if it may.
 
     Except for sizes that overflow, this depends on channels, kernel, stride and dilation only, so
     that every part of a split problem gets the same kernel.
@@ -112,22 +159,21 @@ def why_not_grouped(work: ConvWork, device: CudaDevice, *, wide: bool = False) -
     if (reason := Requirements(grouped=True).why_not(work, device)) is not None:
         return reason
     merge = merge_of(work)
-    most = WIDE_CHANNELS if wide else MAX_CHANNELS
+    most = _most_channels(work)
     if max(merge.in_channels, merge.out_channels) > most:
         return (
             f"{work.in_channels} and {work.out_channels} channels per group, {merge.groups} groups "
             f"merged, are more than {most}"
         )
-    least = min(work.in_channels, work.out_channels)
-    if not wide and not is_exact(work) and least >= DENSE_CHANNELS:
-        return f"{DENSE_CHANNELS} and more channels per group fill the dense kernels' tiles"
+    if merge.padded and merge.groups * min(work.channels) == 1:
+        return "a chunk would have one channel"
     if work.taps > MAX_TAPS:
         return f"{work.taps} taps are more than {MAX_TAPS}"
     for side, operand, channels in (
         ("input", work.x, work.in_channels),
         ("output", work.y, work.out_channels),
     ):
-        reason = _why_not_chunks(operand, channels, work, merge)
+        reason = _why_not_pixels(operand, channels)
         if reason is not None:
             return f"the {side}'s {reason}"
     if max(*work.input, *work.output, work.batch) > MAX_EXTENT:
@@ -135,37 +181,10 @@ def why_not_grouped(work: ConvWork, device: CudaDevice, *, wide: bool = False) -
     return None
 
 
-def why_not_packed(work: ConvWork) -> str | None:
-    """Return why groups may not be merged by zero-padding their weights, or None.
-
-    Channels of other groups are multiplied by zeros, so a NaN spreads to all groups of its merge.
-    It may only reach groups that share an aligned block of 16 channels with its own. Two groups of
-    fewer channels always share one, as no multiple of 16 is between them.
-    """
-    merge = merge_of(work)
-    if merge.groups == 1 or meets_own(work):
-        return None
-    for channels in (work.in_channels, work.out_channels):
-        if channels < PACKED and (merge.groups == 2 or PACKED % (merge.groups * channels) == 0):
-            return None
-    return (
-        f"{merge.groups} groups of {work.in_channels} and {work.out_channels} channels merged are "
-        f"not within an aligned block of {PACKED} channels, within which a NaN may spread"
-    )
-
-
-def _why_not_chunks(operand: Operand, channels: int, work: ConvWork, merge: Merge) -> str | None:
-    """Return why channels are not contiguous whole chunks; None if they are."""
+def _why_not_pixels(operand: Operand, channels: int) -> str | None:
+    """Return why a position's channels cannot be copied; None if they can."""
     if operand.strides[2] != 1 and channels > 1:
         return "channels are not contiguous"
-    if merge.groups > 1 and operand.strides[1] != channels:
-        return "groups are not contiguous"
-    if merge.groups > 1 and work.groups * channels % merge.chunk:
-        return f"{work.groups * channels} channels are not a multiple of {merge.chunk}"
-    if any(operand.strides[axis] % merge.chunk for axis in (0, 3, 4, 5)) or (
-        merge.groups == 1 and operand.strides[1] % merge.chunk
-    ):
-        return "pixels do not start at multiples of 16 bytes"
     if max(operand.strides[3:]) * operand.dtype.itemsize > MAX_STRIDE_BYTES:
         return f"planes are more than {MAX_STRIDE_BYTES} bytes apart"
     return None

@@ -21,7 +21,6 @@ struct GroupedGatherArgs {
   i64 y_stride[4];         // N D H W, in elements
   i64 w_group;
   int w_stride[6];         // -, out channel, in channel (of the convolution), T R S, in elements
-  int w_tap;               // distance of taps, 0 if it is not constant
   BoxStrides x_stride;
   Box box;                 // of the source
   float alpha;
@@ -33,6 +32,8 @@ struct GroupedGatherArgs {
   int merged;      // groups merged
   int merges;
   int own;  // EXACT: 8 result channels are whole groups, each of which meets only itself
+  int padded;      // merges are no whole chunks in memory
+  int y_piece;     // bytes that are stored at once, at most
   int slice;       // merges in a block
   int w_vector;  // adjacent weights of a group in one load: a chunk, half of one, or 1
   int w_pitch;   // bytes between output channels of the weights

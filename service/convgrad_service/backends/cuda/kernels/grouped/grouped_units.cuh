@@ -19,9 +19,9 @@ constexpr bool kSwapped = kSize == 2 && kColumns == 16;
 constexpr int kRowPitch = kColumns * kSize + (kSwapped ? 0 : 16);
 constexpr int kRowsBytes = 16 * (kColumns + 4) * 4;  // a warp's unrounded sums
 
-// On Blackwell registers suffice for only one with three times 8 columns, and on Ada (and 8.6) in
-// float32 with four times 8.
-constexpr bool kOneStep = (kBlackwell && NF == 3) || (kAda && !ACROSS && kSize == 4 && NF == 4);
+// On Blackwell registers suffice for only one with three times 8 columns, and before Hopper in float32
+// with three or four times 8.
+constexpr bool kOneStep = (kBlackwell && NF == 3) || (kAmpere && !ACROSS && kSize == 4 && NF >= 3);
 constexpr int kStepsAtOnce = kOneStep ? 1 : kSize == 4 ? 2 : 3;
 
 // Offsets of a chunk of the reduction: in the source's box, and in a merge's weights.

@@ -1,7 +1,7 @@
 // The gradient of a grouped convolution's weight, few channels per group, on tensor cores: M = taps x
 // input channels, N = output channels, K = pixels of grad_output, of one group or of as many groups,
 // merged, as fill whole 16-byte chunks of channels on both sides (products between different groups
-// are discarded). Launched by grouped_weight.py.
+// are discarded); else zeros fill them up in shared memory. Launched by grouped_weight.py.
 //
 // w[g, k, c, r] = sum over pixels (n, o) of y[n, g, k, o] * x[n, g, c, o*stride + r*dilation - pad].
 // Along each dimension, output y0 + m*y_step (m in [0, count)) of a phase meets, at tap r, input
@@ -16,11 +16,9 @@
 // through shared memory, and blocks that share a slice in a cluster or through `partials` (weight_sums.cuh).
 // Dynamic shared memory: the ring, later a slab of sums for each warp; then tables of the offsets of
 // pixels in x's box and of rows, as grouped_weight_shares.py computes them. With EXACT, for exact
-// float32, products are FMAs, and each lane has the same sums as with tensor cores. WINDOWS is for
-// 3 x 3 taps without dilation and 8 channels on both sides: boxes then have an even number of rows and
-// a multiple of eight columns.
+// float32, products are FMAs, and each lane has the same sums as with tensor cores.
 // Grid: slices, groups of items x positions of taps, splits (at most 255).
-// Preconditions: channels, of all merged groups, are contiguous in whole 16-byte chunks.
+// Preconditions: channels, of all merged groups, are contiguous; with COPY_ENGINE in whole 16-byte chunks.
 // Deterministic: one order of additions for each result and share. Missing pixels of a box are read as
 // zeros.
 // Index limits: 64-bit offsets; positions and strides of D, H, W in bytes below 2^31.
@@ -32,7 +30,6 @@ namespace {
 
 constexpr int kWarps = WARPS, kThreads = (kWarps + COPY_ENGINE) * 32, kMostStages = 8;
 constexpr int kSize = static_cast<int>(sizeof(ELEMENT));
-constexpr int kChunk = 16 / kSize;
 constexpr int kDepth = 32 / kSize;  // pixels of one product
 // Whether boxes may be swizzled; without, addresses take fewer instructions.
 constexpr bool kSwizzles = COPY_ENGINE && kSize == 2;
@@ -128,9 +125,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
   const T* const x = static_cast<const T*>(args.x) + first_group * args.x_group;
   const T* const y = static_cast<const T*>(args.y) + first_group * args.y_group;
   const Copier copier_x(args.x_box, reinterpret_cast<const char*>(x), args.x_stride, args.lattice,
-                        (args.groups - first_group) * args.result.in_channels / kChunk);
+                        (args.groups - first_group) * args.result.in_channels * kSize);
   const Copier copier_y(args.y_box, reinterpret_cast<const char*>(y), args.y_stride, args.y_step,
-                        (args.groups - first_group) * args.result.out_channels / kChunk);
+                        (args.groups - first_group) * args.result.out_channels * kSize);
+  if (args.padded) {
+    clear<kThreads>(base, args.stages * args.stage_bytes);
+    __syncthreads();
+  }
   Boxes box(args.walk, part);
   auto copy = [&](int index, int stage) {
     if (index < part.end) {
@@ -167,7 +168,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
                      merge < merges && k_split < k_splits};
   __syncthreads();
   [[maybe_unused]] int row_offset[FRAGMENTS][kSize == 4 ? 2 : 1];
-  const int mine = merge * args.merged * args.result.in_channels * kSize;
+  const int mine = merge * args.merge_channels[0] * kSize;
 #pragma unroll
   for (int i = 0; i < FRAGMENTS; ++i) {
     const Row* const first = row_at + item.row + i * 16;
@@ -178,7 +179,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
       row_offset[i][1] = first[8 + lane / 4].x + mine;
     }
   }
-  const int column_offset = (merge * args.merged * args.result.out_channels + item.column) * kSize;
+  const int column_offset = (merge * args.merge_channels[1] + item.column) * kSize;
   float sum[FRAGMENTS][NF][4] = {};
 
   int stage = 0;
@@ -202,57 +203,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
     if (item.is_there) {
       const u32 x_box = boxes_at + stage * args.stage_bytes;
       const u32 y_box = x_box + args.y_at + column_offset;
-#if WINDOWS
-      // Eight columns of pixels, two rows per product, with each row of x loaded once: the two new rows
-      // of x at taps 0 and 1 of a row, then at tap 2 together with y's rows.
-      const int across = args.tile[3] / 8, eighth = lane >> 3;
-      const int x_row = args.x_extent[3] * args.x_pitch, y_row = args.tile[3] * args.y_pitch;
-      const bool of_y = eighth > 1;
-      const int next = 2 * (of_y ? y_row : x_row);
-      // Loops of their own: mma of a type that is chosen by a predicate takes up to 1.4 times as long.
-      as_type<T>(args.result.bfloat16, [&](auto like) {
-        using E = decltype(like);
-#pragma unroll 1
-        for (int window = k_split; window < args.tile[0] * args.tile[1] * across; window += k_splits) {
-          const int plane = quick_divide(window, across), column = (window - plane * across) * 8 + (lane & 7);
-          // A plane of x's box for each of y's: images and, because D has one tap, positions along D.
-          const u32 x_at = x_box + plane * args.x_extent[2] * x_row + column * args.x_pitch + mine;
-          const u32 y_at = y_box + plane * args.tile[2] * y_row + column * args.y_pitch;
-          u32 near_at = x_at + (eighth >> 1) * x_row + (eighth & 1) * args.x_pitch;
-          u32 far_at = of_y ? y_at + (eighth - 2) * y_row
-                            : x_at + eighth * x_row + 2 * args.x_pitch;
-          u32 rows_x[4][3];
-          u32 near[4], far[4];
-          ldmatrix_trans(near, swizzled(near_at, args.x_swizzle));
-          ldmatrix_trans(far, swizzled(of_y ? x_at : far_at, args.x_swizzle));
-          rows_x[2][0] = near[0], rows_x[2][1] = near[1], rows_x[2][2] = far[0];
-          rows_x[3][0] = near[2], rows_x[3][1] = near[3], rows_x[3][2] = far[1];
-          near_at += 2 * x_row;
-          if (!of_y) far_at += next;
-#pragma unroll 2
-          for (int h = 0; h < args.tile[2]; h += 2) {
-#pragma unroll
-            for (int tap = 0; tap < 3; ++tap) {
-              rows_x[0][tap] = rows_x[2][tap], rows_x[1][tap] = rows_x[3][tap];
-            }
-            ldmatrix_trans(near, swizzled(near_at, args.x_swizzle));
-            ldmatrix_trans(far, swizzled(far_at, of_y ? args.y_swizzle : args.x_swizzle));
-            near_at += 2 * x_row;
-            far_at += next;
-            rows_x[2][0] = near[0], rows_x[2][1] = near[1], rows_x[2][2] = far[0];
-            rows_x[3][0] = near[2], rows_x[3][1] = near[3], rows_x[3][2] = far[1];
-#pragma unroll
-            for (int i = 0; i < FRAGMENTS; ++i) {
-              // The last product has one tap; its other half is unused.
-              const int first = i * 2, second = first < 8 ? first + 1 : first;
-              const u32 a[4] = {rows_x[first / 3][first % 3], rows_x[second / 3][second % 3],
-                                rows_x[first / 3 + 1][first % 3], rows_x[second / 3 + 1][second % 3]};
-              mma<E>(sum[i][0], a, far[2], far[3]);
-            }
-          }
-        }
-      });
-#else
       // Loops of their own: mma of a type that is chosen by a predicate takes up to 1.4 times as long.
       const auto multiply = [&](auto like, auto is_swizzled) {
         using E [[maybe_unused]] = decltype(like);
@@ -332,7 +282,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
           multiply(like, Is<false>{});
         }
       });
-#endif
     }
 #if COPY_ENGINE
     __syncwarp();

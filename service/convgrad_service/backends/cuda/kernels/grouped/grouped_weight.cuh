@@ -35,6 +35,8 @@ struct GroupedWeightArgs {
   int x_pitch, y_pitch;
   int slice;   // merges in a block
   int merged;  // groups in a merge
+  int merge_channels[2];  // of x and y, with padding
+  int padded;  // merges are no whole chunks in memory
   int groups;
   int batch;
   Divider by_items, by_column_blocks, by_row_blocks;
@@ -58,7 +60,7 @@ __device__ __forceinline__ u32 swizzled(u32 address, u32 bits) { return address 
 template <int kSize>
 __device__ __forceinline__ void fill_tables(const GroupedWeightArgs& args, int pixels, int* source_at,
                                             Row* row_at) {
-  const int x_merge = args.merged * args.result.in_channels;
+  const int x_merge = args.merge_channels[0];
   const int rows = args.kernel[0] * args.kernel[1] * args.kernel[2] * x_merge;
 #pragma unroll 1
   for (int i = threadIdx.x; i < args.row_blocks * kRows; i += kSummers) {
@@ -73,7 +75,7 @@ __device__ __forceinline__ void fill_tables(const GroupedWeightArgs& args, int p
       row.x = ((t * args.x_tap[0] * args.x_extent[2] + r * args.x_tap[1]) * args.x_extent[3] + shift) *
                   args.x_pitch +
               (column - shift * args.sub_step) * args.sub_bytes + channel * kSize;
-      row.own = own;
+      row.own = own < args.merged ? own : -1;
       row.w = own * (stride[0] - args.result.out_channels * stride[1]) + c * stride[2] + t * stride[3] +
               r * stride[4] + s * stride[5];
     }

@@ -15,25 +15,21 @@ from convgrad_service.backends.cuda.kernels.core.tensor_maps import TiledMap, pa
 from convgrad_service.backends.cuda.kernels.grouped.grouped_box import BoxStrides, box_args, box_map
 from convgrad_service.backends.cuda.kernels.grouped.grouped_merge import (
     is_exact,
+    merge_of,
     why_not_grouped,
 )
 from convgrad_service.backends.cuda.kernels.grouped.grouped_weight_blocks import (
     HALF_ITEMS,
     ITEMS,
-    SMALL,
     Block,
     Item,
     Parts,
     Share,
 )
 from convgrad_service.backends.cuda.kernels.grouped.grouped_weight_shares import (
+    best_of,
     shares_of,
     time_of,
-)
-from convgrad_service.backends.cuda.kernels.grouped.weight_boxes import (
-    best_of,
-    describe_result,
-    describe_walk,
 )
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import ARCHITECTURES, HOPPER, CudaDevice
@@ -65,23 +61,12 @@ class GroupedWeight:
 
     name = "grouped_weight"
 
-    def __init__(self, *, wide: bool = False, copy_engine: bool = True) -> None:
-        """Create the family.
-
-        Parameters
-        ----------
-        wide
-            Whether it takes 16-bit types only, but also groups that fill the dense kernels' tiles.
-        copy_engine
-            False to copy as on other GPUs.
-        """
-        self._wide, self._copy_engine = wide, copy_engine
+    def __init__(self, *, copy_engine: bool = True) -> None:
+        """Create the family; without ``copy_engine`` it copies as on other GPUs."""
+        self._copy_engine = copy_engine
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
-        if self._wide and work.dtype.itemsize != 2:
-            return f"{work.dtype} is not a 16-bit type"
-        reason = why_not_grouped(work, device, wide=self._wide)
-        if reason is not None:
+        if (reason := why_not_grouped(work, device)) is not None:
             return reason
         _, share = next(iter(shares_of(work, device, self._has_engine(work, device))), (0.0, None))
         if share is None:
@@ -97,7 +82,7 @@ class GroupedWeight:
         """See `Family.launches`. ``share`` overrides the chosen share."""
         engine = self._has_engine(work, device)
         if share is None:
-            share = best_of(work, shares_of(work, device, engine))
+            share = best_of(work, device, engine)
         parts = Parts(work, share.item, share.level, engine)
         block, splits = Block(parts, share.tile, share.slice), share.splits
         partials = f"{work.prefix}partials"
@@ -139,7 +124,6 @@ class GroupedWeight:
             for engine in (False, True)
             for instance in (
                 *(_instance(one, DType.BFLOAT16, False, engine) for one in HALF_ITEMS),
-                _instance(SMALL, DType.BFLOAT16, False, engine),
                 *(
                     _instance(one, DType.FLOAT32, exact, engine)
                     for one in ITEMS
@@ -154,6 +138,8 @@ class GroupedWeight:
             return False
         sides = (work.x, work.in_channels), (work.y, work.out_channels)
         if any(operand.strides[1] != channels for operand, channels in sides):
+            return False
+        if merge_of(work).padded:
             return False
         _, share = next(iter(shares_of(work, device, True)), (0.0, None))
         if share is None:
@@ -177,19 +163,20 @@ def _args(parts: Parts, block: Block, share: Share) -> Any:
     fill(args, block, "x_swizzle", "y_swizzle")
     fill(args, parts, "sub_boxes", "sub_step", "x_step")
     args.sub_next, args.by_sub_step = axes[2].lattice, divider(parts.sub_step)
-    describe_walk(args.walk, work, axes, tile, share.level, share.splits)
+    _describe_walk(args.walk, parts, share)
     args.by_x_merge, args.by_in_channels = divider(merge.in_channels), divider(work.in_channels)
     args.by_kernel[:] = [divider(count) for count in parts.kernel[1:]]
     args.by_tile[:] = [divider(size) for size in tile[1:]]
     args.tile[:], args.kernel[:], args.x_extent[:] = tile, parts.kernel, block.x_extent
     args.x_tap[:] = [axis.x_tap for axis in axes]
-    args.slice, args.merged = share.slice, merge.groups
+    args.slice, args.merged, args.padded = share.slice, merge.groups, merge.padded
+    args.merge_channels[:] = merge.in_channels, merge.out_channels
     args.batch, args.groups = work.batch, work.groups
     args.by_items = divider(block.items)
     for name in ("row_blocks", "column_blocks"):
         setattr(args, name, getattr(parts, name))
         setattr(args, f"by_{name}", divider(getattr(parts, name)))
-    describe_result(args.result, work, (work.in_channels, work.out_channels), block.items)
+    _describe_result(args.result, work, block.items)
     if not parts.engine:
         for name, operand in (("x", work.x), ("y", work.y)):
             size = operand.dtype.itemsize
@@ -198,11 +185,55 @@ def _args(parts: Parts, block: Block, share: Share) -> Any:
             strides.spatial[:] = [stride * size for stride in operand.strides[3:]]
             setattr(args, f"{name}_stride", strides)
         threads = parts.item.warps * 32
-        args.x_box = box_args(block.x_extent, merge.in_chunks * share.slice, block.x_pitch, threads)
-        args.y_box = box_args(tile, merge.out_chunks * share.slice, block.y_pitch, threads)
+        extents = {"x": (block.x_extent, block.x_pitch), "y": (tile, block.y_pitch)}
+        for name, (merge_bytes, piece) in parts.copies.items():
+            box = box_args(*extents[name], share.slice, merge_bytes, piece, threads)
+            setattr(args, f"{name}_box", box)
         args.x_size[:], args.y_size[:] = work.input, work.output
         args.lattice[:], args.y_step[:] = parts.lattices, parts.y_steps
     return args
+
+
+def _describe_walk(walk: Any, parts: Parts, share: Share) -> None:
+    """Fill in a ``BoxWalk``."""
+    axes, tile, tiles = parts.axes, share.tile, parts.tiles(share.tile)
+    walk.boxes, walk.more = divmod(parts.boxes(tile), share.splits)
+    walk.by_tiles[:], walk.tiles[:] = [divider(count) for count in tiles[1:]], tiles
+    walk.tile_images = tile[0]
+    for dim, axis in enumerate(axes):
+        walk.x_next[dim] = tile[dim + 1] * axis.x_step * axis.lattice
+        walk.y_next[dim] = tile[dim + 1] * axis.axis.y_step
+        walk.phases[dim] = len(axis.phases)
+        for place, phase in enumerate(axis.phases):
+            walk.phase[dim][place].x, walk.phase[dim][place].y = phase.x0, phase.y0
+        walk.first[dim] = walk.phase[dim][0]
+    walk.tap_next[:] = [axis.x_tap * axis.lattice for axis in axes[:2]]
+    rows = parts.work.kernel[1] if share.level == 2 else 1
+    walk.by_tap_rows, walk.tap_rows = divider(rows), rows
+
+
+def _describe_result(result: Any, work: ConvWork, items: int) -> None:
+    """Fill in a ``WeightResult`` of blocks with so many items."""
+    result.in_channels, result.out_channels = work.in_channels, work.out_channels
+    result.items, result.quads = items, _in_quads(work)
+    result.w_stride[:], result.alpha, result.beta = work.w.strides, work.alpha, work.beta
+    result.wide = work.result_dtype is DType.FLOAT32
+    result.bfloat16 = work.dtype is DType.BFLOAT16
+
+
+def _in_quads(work: ConvWork) -> bool:
+    """Whether four adjacent channels of the result are an aligned vector."""
+    extents = (work.groups, work.out_channels, 4, *work.kernel)
+    others = (
+        stride
+        for axis, (stride, extent) in enumerate(zip(work.w.strides, extents, strict=True))
+        if axis != 2 and extent > 1
+    )
+    return (
+        work.in_channels % 4 == 0
+        and work.w.strides[2] == 1
+        and not any(stride % 4 for stride in others)
+    )
 
 
 def _maps(parts: Parts, block: Block, share: Share) -> tuple[TiledMap, TiledMap]:

@@ -19,23 +19,21 @@ from convgrad_service.backends.cuda.kernels.grouped.grouped_merge import (
     Merge,
     merge_of,
     odd_chunks,
-)
-from convgrad_service.backends.cuda.kernels.grouped.weight_boxes import (
-    aligned,
-    tiles_of,
-    unique_bytes,
+    piece_of,
 )
 from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES
 from convgrad_service.plans.cuda.program import ceil_div
 from convgrad_service.plans.cuda.works import ConvWork
 
-__all__ = ["HALF_ITEMS", "ITEMS", "SMALL", "Block", "Item", "Parts", "Share"]
+__all__ = ["HALF_ITEMS", "ITEMS", "Block", "Item", "Parts", "Share"]
 
 MOST_PIXELS = 512
 ALIGNMENT, ENGINE_ALIGNMENT, ROW_BYTES = 128, 1024, 16
 SWIZZLED = (2, 4, 8)
 """Chunks of a pixel that the copy engine swizzles; others are rounded up to the next."""
 PIXELS_A_STEP = 16
+COPIED_BYTES = {16: 16, 8: 42, 4: 39, 2: 93}
+"""Bytes that an SM could copy in the time of a piece, by its size."""
 PLACES = (64, 128, 256, MOST_PIXELS)
 """Limits of size classes, in pixels: the best tile of each class is a candidate."""
 
@@ -48,8 +46,6 @@ class Item:
     columns: int
     warps: int
     blocks: int
-    windows: bool = False
-    """Whether pixels form runs of 8 columns whose input rows are loaded once."""
 
     def defines(self, dtype: DType, exact: bool, engine: bool) -> dict[str, object]:
         return {
@@ -60,7 +56,6 @@ class Item:
             "NF": self.columns,
             "WARPS": self.warps,
             "BLOCKS": self.blocks,
-            "WINDOWS": self.windows,
         }
 
     @property
@@ -86,10 +81,6 @@ HALF_ITEMS = (
     Item(SHORT, 8, 8, 1),
 )
 """For 16-bit types."""
-
-
-SMALL = Item(TALL, 1, 8, 2, windows=True)
-"""For 3x3 taps of 8 channels without dilation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +144,18 @@ class Parts:
         rows = ceil_div(work.taps // self.planes * self.merge.in_channels, 16)
         self.row_blocks = ceil_div(rows, self.item.rows)
         self.depth = 2 * CHUNK_BYTES // work.dtype.itemsize
-        self.unique_bytes = unique_bytes(work)
+        # Of each side: the bytes of a merge in memory and in a box, and of a piece that is copied.
+        sides = {
+            "x": (work.x, work.in_channels, self.merge.in_chunks),
+            "y": (work.y, work.out_channels, self.merge.out_chunks),
+        }
+        self.copies = {
+            name: (
+                (self.merge.groups * channels * work.dtype.itemsize, chunks * CHUNK_BYTES),
+                piece_of(operand, channels, self.merge.groups),
+            )
+            for name, (operand, channels, chunks) in sides.items()
+        }
 
     @property
     def items(self) -> int:
@@ -179,9 +181,14 @@ class Parts:
         )
         return tile[0], d, h, w
 
+    def tiles(self, tile: Size4) -> Size4:
+        """Return the tiles of the largest phase (N, D, H, W)."""
+        d, h, w = (ceil_div(count, size) for count, size in zip(self.counts, tile[1:], strict=True))
+        return ceil_div(self.work.batch, tile[0]), d, h, w
+
     def boxes(self, tile: Size4) -> int:
         """Return the number of boxes of a tile."""
-        return self.phases * prod(tiles_of(self.work, self.axes, tile))
+        return self.phases * prod(self.tiles(tile))
 
     def pitch(self, chunks: int) -> tuple[int, int]:
         """Return the pitch of pixels in bytes, and its bits of addresses that are swizzled.
@@ -202,9 +209,8 @@ class Parts:
 
     def best_tiles(self) -> list[Size4]:
         """Return the tile that copies and multiplies the least, of each size."""
-        steps = (1, 2, 8) if self.item.windows else (1, 1, 1)
         found: list[list[tuple[float, Size4]]] = [[] for _ in PLACES]
-        for tile in candidate_tiles(self.work.batch, self.counts, steps):
+        for tile in candidate_tiles(self.work.batch, self.counts, (1, 1, 1)):
             pixels = prod(tile)
             if pixels > MOST_PIXELS or (self.engine and not self._is_copied(tile)):
                 continue
@@ -229,14 +235,22 @@ class Block:
         self.y_pitch, self.y_swizzle = parts.pitch(merge.out_chunks * slice_)
         self.steps = ceil_div(pixels, parts.depth)
         x_pixels = prod(self.x_extent)
-        self.sub_bytes = aligned(x_pixels * self.x_pitch, parts.alignment)
+        self.sub_bytes = _aligned(x_pixels * self.x_pitch, parts.alignment)
         self.y_at: int = parts.sub_boxes * self.sub_bytes
         x_pixels *= parts.sub_boxes
+        self.pieces = max(slice_ * real // piece for (real, _), piece in parts.copies.values())
         self.box_bytes = x_pixels * self.x_pitch + pixels * self.y_pitch
+        # Bytes of whole chunks that threads copy as fast as the box's pieces.
+        self.copied_bytes: int = sum(
+            count * slice_ * real // piece * COPIED_BYTES[piece]
+            for count, ((real, _), piece) in zip(
+                (x_pixels, pixels), parts.copies.values(), strict=True
+            )
+        )
         self.pixels = x_pixels + pixels
         # A column of 8 may extend past the last channel of the last pixel.
         y_bytes = self.steps * parts.depth * self.y_pitch + CHUNK_BYTES * 8
-        self.stage_bytes = self.y_at + aligned(y_bytes, parts.alignment)
+        self.stage_bytes = self.y_at + _aligned(y_bytes, parts.alignment)
         self.alignment = parts.alignment
         row = work.groups * work.in_channels, merge.in_channels * slice_
         self.row_alignment = gcd(*row) * work.dtype.itemsize
@@ -251,13 +265,13 @@ class Block:
         self.row_bytes = parts.row_blocks * item.rows * 16 * ROW_BYTES
 
     def rows_at(self, stages: int) -> int:
-        return max(stages * self.stage_bytes, aligned(self.slab_bytes, ALIGNMENT))
+        return max(stages * self.stage_bytes, _aligned(self.slab_bytes, ALIGNMENT))
 
     def sources_at(self, stages: int) -> int:
         return self.rows_at(stages) + self.row_bytes
 
     def received_at(self, stages: int) -> int:
-        return aligned(self.sources_at(stages) + self.steps * PIXELS_A_STEP * 4, ALIGNMENT)
+        return _aligned(self.sources_at(stages) + self.steps * PIXELS_A_STEP * 4, ALIGNMENT)
 
     def total_bytes(self, stages: int, cluster: int = 0) -> int:
         """``cluster`` is the number of its blocks, or 0."""
@@ -266,3 +280,8 @@ class Block:
             turns = ceil_div(self.item_sums // 4, self.k_splits * 32 * cluster)
             received = turns * cluster * self.warps * 32 * CHUNK_BYTES
         return self.received_at(stages) + received + self.alignment
+
+
+def _aligned(size: int, alignment: int) -> int:
+    """Return the least multiple of ``alignment`` that is at least ``size``."""
+    return ceil_div(size, alignment) * alignment

@@ -11,7 +11,6 @@ from math import prod
 from convgrad_service.backends.cuda.kernels.grouped.grouped_box import (
     MOST_BOX,
     Size4,
-    lattice_axis,
 )
 from convgrad_service.backends.cuda.kernels.grouped.grouped_merge import (
     is_exact,
@@ -21,21 +20,35 @@ from convgrad_service.backends.cuda.kernels.grouped.grouped_merge import (
 from convgrad_service.backends.cuda.kernels.grouped.grouped_weight_blocks import (
     HALF_ITEMS,
     ITEMS,
-    SMALL,
     Block,
     Item,
     Parts,
     Share,
 )
-from convgrad_service.backends.cuda.kernels.grouped.weight_boxes import splits_of
 from convgrad_service.plans.cuda.device import CudaDevice
-from convgrad_service.plans.cuda.program import ceil_div
+from convgrad_service.plans.cuda.program import ZEROS_BYTES, ceil_div
 from convgrad_service.plans.cuda.works import ConvWork
 
-__all__ = ["shares_of", "time_of"]
+__all__ = ["best_of", "shares_of", "time_of"]
 
 STAGES, ENGINE_STAGES = (4, 3, 2), (8, 6, 4, 3, 2)
 STATIC_BYTES, MOST_CLUSTER = 1024, 8
+MOST_SPLITS = 255
+"""The most blocks that can share a result: the rendezvous counter has eight bits for each count."""
+PARTIAL_BYTES = 64 * 2**20
+"""The most bytes of partial sums, unless the caller asks for more splits."""
+FEW_BOXES = 8
+"""Up to this number of boxes, one block may process all."""
+
+
+def best_of(work: ConvWork, device: CudaDevice, engine: bool) -> Share:
+    """Return the share with the least expected time, of those nearest to the splits asked for."""
+
+    def key(one: tuple[float, Share]) -> tuple[int, float]:
+        expected, share = one
+        return 0 if work.split_k is None else abs(work.split_k - share.splits), expected
+
+    return min(shares_of(work, device, engine), key=key)[1]
 
 
 @lru_cache(maxsize=32)
@@ -52,18 +65,20 @@ def _shares_of(work: ConvWork, device: CudaDevice, engine: bool) -> Iterator[tup
     levels = {prod(work.kernel[:level]): level for level in (2, 1, 0)}
     for level in sorted(levels.values()):
         tiles: list[Size4] = []
-        for item in items_of(work, level):
+        for item in items_of(work):
             parts = Parts(work, item, level, engine)
             tiles = tiles or parts.best_tiles()
             for slice_, tile in product(slices_of(parts.merge, together), tiles):
                 block = Block(parts, tile, slice_)
                 if engine and max(block.x_pitch, block.y_pitch) > MOST_BOX * work.dtype.itemsize:
                     continue
+                if not engine and block.pieces > item.warps * 32:
+                    continue
                 columns, sums = prod(block.grid), block.items * item.sums
                 boxes = parts.boxes(tile)
                 for stages, resident in _stages(parts, block, device):
                     at_once = device.multiprocessors * resident
-                    for splits in splits_of(work, columns, sums, boxes, at_once):
+                    for splits in _splits_of(work, columns, sums, boxes, at_once):
                         # No more stages than boxes.
                         used = min(stages, max(STAGES[-1], ceil_div(boxes, splits)))
                         share = Share(tile, slice_, item, level, used, splits)
@@ -83,14 +98,10 @@ def _in_cluster(parts: Parts, block: Block, share: Share, device: CudaDevice) ->
     return None if stages is None else replace(share, stages=stages, in_cluster=True)
 
 
-def items_of(work: ConvWork, level: int) -> list[Item]:
+def items_of(work: ConvWork) -> list[Item]:
     """Return the warp tiles to compare: one of each height, of the best width."""
     merge = merge_of(work)
     columns, half = ceil_div(merge.out_channels, 8), work.dtype.itemsize == 2
-    axes = [lattice_axis(replace(work, direction="fwd"), dim) for dim in (1, 2)]
-    near = work.kernel == (1, 3, 3) and all(axis.x_step == axis.x_tap == 1 for axis in axes)
-    if near and half and level == 0 and columns == merge.in_chunks == 1:
-        return [SMALL]
     found: dict[int, Item] = {}
     for item in HALF_ITEMS if half else ITEMS:
         best = found.setdefault(item.rows, item)
@@ -99,6 +110,31 @@ def items_of(work: ConvWork, level: int) -> list[Item]:
         if cost < least:
             found[item.rows] = item
     return list(found.values())
+
+
+def _splits_of(work: ConvWork, columns: int, sums: int, boxes: int, at_once: int) -> list[int]:
+    """Return numbers of splits that fill the device or a part of it, unless the caller sets it.
+
+    Parameters
+    ----------
+    columns
+        Blocks of a split.
+    sums
+        Of a block.
+    at_once
+        Blocks that the device runs at once.
+    """
+    if columns > ZEROS_BYTES // 4:
+        return [1]
+    if work.split_k is not None:
+        return [max(1, min(work.split_k, boxes, MOST_SPLITS))]
+    most = min(boxes, MOST_SPLITS, max(1, PARTIAL_BYTES // (columns * sums * 4)))
+    found = {1: None} if boxes <= FEW_BOXES else {}
+    for part in (1, 2, 4, 8):
+        wanted = min(most, max(1, at_once // part // columns))
+        # The fewest splits that do not increase the boxes per block.
+        found[ceil_div(boxes, ceil_div(boxes, wanted))] = None
+    return list(found)
 
 
 def _stages(parts: Parts, block: Block, device: CudaDevice) -> Iterator[tuple[int, int]]:
@@ -155,7 +191,8 @@ def time_of(parts: Parts, block: Block, share: Share, device: CudaDevice) -> flo
     fast = parts.engine and parts.work.dtype.itemsize == 2
     pixel_us, copied_us, memory_us = ENGINE_US if fast else COPY_US
     slowed = UNALIGNED if fast and block.row_alignment < ALIGNED_BYTES else 1.0
-    copied = each * turns * (block.pixels * pixel_us + block.box_bytes * copied_us) * slowed
+    bytes_ = block.box_bytes if parts.engine else block.copied_bytes
+    copied = each * turns * (block.pixels * pixel_us + bytes_ * copied_us) * slowed
     steps = ceil_div(block.steps, block.k_splits)
     products, reads = item.rows * item.columns, item.rows + item.columns / 2
     all_steps = each * turns * steps * block.items * block.k_splits
@@ -165,8 +202,9 @@ def time_of(parts: Parts, block: Block, share: Share, device: CudaDevice) -> flo
     else:
         in_warp = waves * turns * steps * (STEP_US + products * PRODUCT_US)
         in_sm = all_steps * (SM_STEP_US + reads * SM_READ_US)
+    memory_bytes = parts.work.elements * parts.work.dtype.itemsize
     narrow = fast and min(block.x_pitch, block.y_pitch) < NARROW_BYTES
-    memory = parts.unique_bytes * memory_us * slowed * (NARROW if narrow else 1.0)
+    memory = memory_bytes * memory_us * slowed * (NARROW if narrow else 1.0)
     loop: float = (copied**3 + in_warp**3 + in_sm**3 + memory**3) ** (1 / 3)
     sums = block.items * item.sums * 4
     added = each * sums * (block.k_splits * SLAB_US + SUM_US)

@@ -3,12 +3,31 @@
 // (core/rendezvous.cuh); and storing results.
 #pragma once
 
+#include "core/bits16.cuh"
+#include "core/epilogue.cuh"
 #include "core/rendezvous.cuh"
-#include "grouped/weight_result.cuh"
+#include "ptx/mma.cuh"
 #include "ptx/st_async.cuh"
 #include "ptx/warpgroup.cuh"
 
 namespace convgrad {
+
+// Where the sums go.
+struct WeightResult {
+  int in_channels;   // of a group
+  int out_channels;
+  int items;         // of a block
+  int wide;          // w is float32 for any type of x and y
+  int bfloat16;      // the type of Bits16
+  int quads;         // four adjacent channels of w are results of one group and one aligned vector
+  float alpha;
+  float beta;
+  float* partials;
+  void* w;
+  const void* accumulate;  // like w, or null
+  u32* met;                // zeros, one for the blocks of each x and y; left zero
+  i64 w_stride[6];         // G K C T R S
+};
 
 // A block's sums: each of kWarps_ warps has kFragments_ fragments of 16 rows by kWide_ of 8 columns.
 template <int kFragments_, int kWide_, int kWarps_>
@@ -102,8 +121,7 @@ __device__ __forceinline__ void add(float4& to, const float4& more) {
   to.x += more.x, to.y += more.y, to.z += more.z, to.w += more.w;
 }
 
-// Warp: leaves its sums in its slab, transposed: rows are adjacent. Columns beyond those of the shape are
-// those of more fragments.
+// Warp: leaves its sums in its slab, transposed: rows are adjacent.
 template <class Shape, int kFragments, int kWide>
 __device__ __forceinline__ void leave_sums(const float (&sum)[kFragments][kWide][4], float* slabs, int warp) {
   const int lane = threadIdx.x & 31;
@@ -112,8 +130,7 @@ __device__ __forceinline__ void leave_sums(const float (&sum)[kFragments][kWide]
   for (int i = 0; i < kFragments; ++i) {
 #pragma unroll
     for (int j = 0; j < kWide; ++j) {
-      constexpr int kOfShape = Shape::kColumns / 8;
-      float* const to = slab + j % kOfShape * 8 * Shape::kSlabPitch + (j / kOfShape * kFragments + i) * 16;
+      float* const to = slab + j * 8 * Shape::kSlabPitch + i * 16;
       to[0] = sum[i][j][0], to[Shape::kSlabPitch] = sum[i][j][1];
       to[8] = sum[i][j][2], to[Shape::kSlabPitch + 8] = sum[i][j][3];
     }

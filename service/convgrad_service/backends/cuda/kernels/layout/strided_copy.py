@@ -13,13 +13,13 @@ from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch
 from convgrad_service.plans.cuda.works import Copy, CopyAxis
 
-__all__ = ["StridedCopy"]
+__all__ = ["TYPES", "StridedCopy", "joined"]
 
 BLOCK, AXES, BOUNDS = 256, 8, 2
 # Elements of the last axis that a thread copies; it computes the other coordinates once.
 LONGEST_RUN = 8
-# A copy depends on the size of an element only.
-_TYPES = {2: "unsigned short", 4: "unsigned int", 8: "unsigned long long"}
+TYPES = {2: "unsigned short", 4: "unsigned int", 8: "unsigned long long"}
+"""By the size of an element, on which alone a copy depends."""
 
 
 StridedCopyArgs = structure("layout/strided_copy.cu", "StridedCopyArgs")
@@ -34,7 +34,7 @@ class StridedCopy:
         return None
 
     def launches(self, work: Copy, device: CudaDevice) -> Fragment:
-        own = list(work.axes) if work.bounds else _joined(work.axes)
+        own = list(work.axes) if work.bounds else joined(work.axes)
         run = CopyAxis(1, 0, 0)
         if own and not work.bounds:
             # Divide a longer axis into equal runs.
@@ -68,11 +68,12 @@ class StridedCopy:
         return Fragment(self.name, (launch,))
 
     def instances(self) -> Iterable[Instance]:
-        return [_instance(itemsize) for itemsize in _TYPES]
+        return [_instance(itemsize) for itemsize in TYPES]
 
 
-def _joined(axes: Sequence[CopyAxis]) -> list[CopyAxis]:
-    """Merge adjacent axes that are contiguous on both sides."""
+def joined(axes: Sequence[CopyAxis]) -> list[CopyAxis]:
+    """Return axes without those of extent 1, and with adjacent ones merged that are contiguous on
+    both sides."""
     found: list[CopyAxis] = []
     for axis in axes:
         if axis.extent == 1:
@@ -86,4 +87,4 @@ def _joined(axes: Sequence[CopyAxis]) -> list[CopyAxis]:
 
 
 def _instance(itemsize: int) -> Instance:
-    return Instance.of("layout/strided_copy.cu", ELEMENT=_TYPES[itemsize])
+    return Instance.of("layout/strided_copy.cu", ELEMENT=TYPES[itemsize])

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import gcd, prod
 from typing import Any
 
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.core.elements import MAX_BLOCKS, linear_grid
 from convgrad_service.backends.cuda.kernels.core.gather_axes import divider
+from convgrad_service.backends.cuda.kernels.layout.strided_copy import TYPES, joined
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.families import Solver
@@ -29,8 +30,6 @@ PLANES_BYTES, WIDE_EXTENT = 16384, 64
 OUTER, ROW_AXES = 4, 6
 # Shorter axes would leave most of a tile empty.
 LEAST_EXTENT = 8
-# A copy depends on the size of an element only.
-_TYPES = {2: "unsigned short", 4: "unsigned int", 8: "unsigned long long"}
 
 
 TransposeArgs = structure("layout/transpose.cu", "TransposeArgs")
@@ -69,22 +68,10 @@ def _box(work: Copy) -> _Box | str:
         if work.axes[outer].extent != 1 or padded is not None or not work.pads:
             return "its bounds are not the end of one axis"
         padded, limit = inner, bound
-    axes: list[CopyAxis] = []
-    place = None
-    for index, axis in enumerate(work.axes):
-        if index == padded:
-            place = len(axes)
-            axes.append(axis)
-        elif axis.extent > 1:
-            last = axes[-1] if axes and place != len(axes) - 1 else None
-            if last and (last.source, last.target) == (
-                axis.extent * axis.source,
-                axis.extent * axis.target,
-            ):
-                axes[-1] = replace(axis, extent=axis.extent * last.extent)
-            else:
-                axes.append(axis)
-    return _Box(tuple(axes), place, limit)
+    if padded is None:
+        return _Box(tuple(joined(work.axes)), None, 0)
+    before, after = joined(work.axes[:padded]), joined(work.axes[padded + 1 :])
+    return _Box((*before, work.axes[padded], *after), len(before), limit)
 
 
 class Transpose(Solver[Copy, tuple[_Box, int, int]]):
@@ -156,14 +143,14 @@ class Transpose(Solver[Copy, tuple[_Box, int, int]]):
 
     def instances(self) -> Iterable[Instance]:
         return [
-            *(_instance(name, size) for name in (PLANES, RUNS) for size in _TYPES),
+            *(_instance(name, size) for name in (PLANES, RUNS) for size in TYPES),
             *(
                 _tile_instance(size, source, target)
-                for size in _TYPES
+                for size in TYPES
                 for source in (True, False)
                 for target in (True, False)
             ),
-            *(_tile_instance(size, True, True, 2) for size in _TYPES),
+            *(_tile_instance(size, True, True, 2) for size in TYPES),
         ]
 
 
@@ -207,7 +194,7 @@ class RowCopy(Solver[Copy, tuple[_Box, CopyAxis]]):
         return _fragment(work, args, instance, linear_grid(args.all_chunks, BLOCK))
 
     def instances(self) -> Iterable[Instance]:
-        return [_instance(self.name, itemsize) for itemsize in _TYPES]
+        return [_instance(self.name, itemsize) for itemsize in TYPES]
 
 
 class RowPack(Solver[Copy, _Box]):
@@ -236,7 +223,7 @@ class RowPack(Solver[Copy, _Box]):
         return _fragment(work, args, instance, linear_grid(self._chunks(work, box), BLOCK))
 
     def instances(self) -> Iterable[Instance]:
-        return [_instance(self.name, itemsize) for itemsize in _TYPES]
+        return [_instance(self.name, itemsize) for itemsize in TYPES]
 
     @staticmethod
     def _chunks(work: Copy, box: _Box) -> int:
@@ -320,7 +307,7 @@ def _tile_instance(itemsize: int, source: bool, target: bool, y_axes: int = 1) -
     """Return an instance of transpose for rows that are aligned in the source and the target."""
     return Instance.of(
         "layout/transpose.cu",
-        ELEMENT=_TYPES[itemsize],
+        ELEMENT=TYPES[itemsize],
         SOURCE_ANY=not source,
         TARGET_ANY=not target,
         BLOCKS=BLOCKS[itemsize][2 - source - target],
@@ -329,4 +316,4 @@ def _tile_instance(itemsize: int, source: bool, target: bool, y_axes: int = 1) -
 
 
 def _instance(name: str, itemsize: int) -> Instance:
-    return Instance.of(f"layout/{name}.cu", ELEMENT=_TYPES[itemsize])
+    return Instance.of(f"layout/{name}.cu", ELEMENT=TYPES[itemsize])

@@ -13,7 +13,7 @@ from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.backends.cuda.kernels.grouped.grouped_box import lattice_axis
 from convgrad_service.backends.cuda.kernels.grouped.grouped_gather import GroupedGather
-from convgrad_service.backends.cuda.kernels.grouped.grouped_merge import merge_of
+from convgrad_service.backends.cuda.kernels.grouped.grouped_merge import merge_of, piece_of
 from convgrad_service.backends.cuda.kernels.grouped.grouped_weight import GroupedWeight
 from convgrad_service.backends.cuda.kernels.layout.channels_first import ConvThroughChannelsLast
 from convgrad_service.backends.cuda.kernels.layout.strided_copy import StridedCopy
@@ -38,7 +38,6 @@ def grouped(direction: Direction, channels: tuple[int, int] = (4, 4), groups: in
         ((4, 4), DType.BFLOAT16, 2),
         ((2, 2), DType.FLOAT16, 4),
         ((8, 4), DType.BFLOAT16, 2),
-        ((6, 16), DType.BFLOAT16, 4),
         ((24, 40), DType.BFLOAT16, 1),
         ((4, 4), DType.FLOAT32, 1),
         ((6, 2), DType.FLOAT32, 2),
@@ -52,6 +51,42 @@ def test_merged_groups_fill_whole_chunks(
     assert merge.groups == merged
     assert merge.in_channels == merged * channels[0]
     assert merge.in_channels % merge.chunk == merge.out_channels % merge.chunk == 0
+
+
+@pytest.mark.parametrize(
+    ("channels", "groups", "direction", "merged"),
+    [
+        # Chunks of several groups would let a NaN spread too far, but not in weight gradients.
+        ((6, 6), 32, "bwd_data", 1),
+        ((6, 16), 32, "fwd", 1),
+        ((6, 6), 32, "bwd_weight", 4),
+        # All channels are no whole chunks.
+        ((6, 6), 33, "bwd_weight", 1),
+        ((4, 4), 33, "fwd", 1),
+        # Chunks of several groups would be too wide.
+        ((27, 27), 32, "bwd_weight", 1),
+        # Two groups of three channels fit in a chunk, and 33 groups are no pairs.
+        ((3, 3), 32, "fwd", 2),
+        ((3, 3), 33, "fwd", 1),
+    ],
+)
+def test_other_groups_are_padded(
+    channels: tuple[int, int], groups: int, direction: Direction, merged: int
+) -> None:
+    work = work_of(direction, channels=channels, groups=groups)
+    merge = merge_of(work)
+    assert merge.groups == merged
+    assert merge.padded == (merged * channels[0] % 8 > 0 or groups * channels[0] % 8 > 0)
+    assert merge.in_channels == -(-merged * channels[0] // 8) * 8
+
+
+def test_pieces_divide_groups_and_strides() -> None:
+    work = work_of("fwd", channels=(20, 6), groups=4)
+    assert piece_of(work.x, 20, 1) == 8
+    assert piece_of(work.y, 6, 1) == 4
+    assert piece_of(work.y, 6, 4) == 16
+    shifted = replace(work.x, strides=(*work.x.strides[:5], work.x.strides[5] + 1))
+    assert piece_of(shifted, 20, 1) == 2
 
 
 def test_exact_sums_of_four_channels_meet_their_own_group_alone() -> None:
@@ -102,9 +137,8 @@ def test_reasons_are_given(direction: Direction) -> None:
     reasons = [
         (work_of(direction, channels=(64, 64)), H200, "one group"),
         (few, TURING, "older than sm_80"),
-        (grouped(direction, (72, 8)), H200, "more than 64"),
-        (grouped(direction, (4, 4), 3), H200, "not a multiple of 8"),
-        (grouped(direction, (64, 56)), H200, "dense"),
+        (grouped(direction, (136, 8)), H200, "more than"),
+        (grouped(direction, (1, 20), 33), H200, "one channel"),
         (work_of(direction, channels=(8, 8), groups=4, layout="NCHW"), H200, "contiguous"),
         (replace(few, dtype=DType.FLOAT64), H200, "float64"),
     ]
