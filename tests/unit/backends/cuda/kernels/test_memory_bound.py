@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -100,14 +101,15 @@ def test_depthwise_layers_take_one_launch(layer: dict[str, Any], dtype: DType) -
 def test_pool_layers_take_a_fast_kernel(layer: dict[str, Any], dtype: DType, last: bool) -> None:
     plan = plan_for(pool_of(layer, dtype, last), H200, FAMILIES)
     kernel, through, _ = plan.kernel.partition("_through_channels_last")
-    overlap = layer["kernel_size"] != layer["stride"]
-    if overlap:
-        assert kernel in ("pool_strips", "pool_tiles")
+    if layer["kernel_size"] == layer["stride"]:
+        assert plan.kernel == "pool_cells"
+    elif last:
+        assert plan.kernel in ("pool_strips", "pool_tiles")
     else:
-        assert kernel == "pool_cells"
-    # Overlapping windows are copied around.
-    assert bool(through) == (not last and overlap)
-    check_launch(plan, 4 if through else 1)
+        # Windows of few positions find their maxima, then route to them; others are copied around.
+        few = prod(layer["kernel_size"]) * (1 + 2 / prod(layer["stride"])) < 10 * dtype.itemsize
+        assert kernel == "pool_through_indices" if few else through
+    check_launch(plan, 4 if through else 2 if kernel == "pool_through_indices" else 1)
 
 
 def test_what_depthwise_leaves_to_others() -> None:

@@ -41,6 +41,9 @@ __all__ += ["PoolThroughChannelsLast", "ThroughChannelsLast"]
 
 W = TypeVar("W", bound=Work)
 CONTIGUOUS = "the channels are contiguous"
+# Max pooling goes through copies if the positions of a window, and twice the windows of a position,
+# are as many for each byte of an element: so expensive are others without them.
+POSITIONS_A_BYTE, WINDOWS_COUNT = 10, 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +210,9 @@ class PoolThroughChannelsLast(ThroughChannelsLast[PoolWork]):
     def _last(self, work: PoolWork) -> LastWork[PoolWork] | str:
         if work.x.channels_last:
             return CONTIGUOUS
+        positions = work.taps * (1 + WINDOWS_COUNT / prod(work.stride))
+        if positions < POSITIONS_A_BYTE * work.dtype.itemsize:
+            return f"windows of {work.kernel} with stride {work.stride}, which are not worth copies"
         lead = f"{work.prefix}last_"
         sides = {
             "source": (work.source, work.input),
