@@ -109,15 +109,14 @@ class _Variant(NamedTuple):
 
     def compiled(self) -> _Variant:
         """Return what is compiled for it: several are rare and run as a more general one."""
-        lines, _ = self.shape
-        rolls = self.shape == (ROLLING_LINES, ROLLING_LINES) and self.rolling in ROLLING_STEPS
-        rolling = self.rolling if rolls else 0
-        simple = self.simple and lines > 0 and (rolling > 0 or not self.weighted)
-        shape = self.shape
-        if not simple and shape != ANY:
-            # Lines without an instance of their own.
-            shape = ANY if lines == 1 else shape
-        return self._replace(shape=shape, simple=simple, rolling=rolling)
+        lines, _ = shape = self.shape
+        simple = self.simple and lines > 0 and not self.weighted
+        rolls = shape == (ROLLING_LINES, ROLLING_LINES) and self.rolling in ROLLING_STEPS
+        if not simple and lines == 1:
+            shape = ANY  # lines without an instance of their own
+        return self._replace(
+            shape=shape, simple=simple, rolling=self.rolling if simple and rolls else 0
+        )
 
 
 def _variant(work: WindowWork, form: WindowForm) -> _Variant:
