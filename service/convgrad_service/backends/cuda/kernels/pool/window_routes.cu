@@ -102,36 +102,26 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
     for (int o0 = start[0]; o0 < stop[0]; ++o0) {
       for (int o1 = start[1]; o1 < stop[1]; ++o1) {
         const i64 line = (static_cast<i64>(o0) * args.x_size[1] + o1) * row;
-        for (int o2 = start[2]; o2 < stop[2]; o2 += AT_ONCE) {
-          // All loads first, because of their latency.
-          Given values[AT_ONCE];
-          Indices<WIDTH> indices[AT_ONCE];
-#pragma unroll
-          for (int w = 0; w < AT_ONCE; ++w) {
-            if (o2 + w >= stop[2]) break;
-            const i64 from = line + static_cast<i64>(o2 + w) * args.inner;
-            values[w] = Given::load(x + from);
-            indices[w].load(args.indices, lead + from, args.wide_indices);
+        for (int o2 = start[2]; o2 < stop[2]; ++o2) {
+          const i64 from = line + static_cast<i64>(o2) * args.inner;
+          int low = 0, high = columns;
+          if (args.bad != nullptr) {
+            low = max(0, window_start(args.counted[2], o2) - column);
+            high = min(columns, window_stop(args.counted[2], o2) - column);
           }
+          const auto is_tap = [&]([[maybe_unused]] int at) {
+            if (!DILATED) return true;
+            return window_reach(args.counted[0], o0, item.at[0]) % args.dilation[0] == 0 &&
+                   window_reach(args.counted[1], o1, item.at[1]) % args.dilation[1] == 0 &&
+                   window_reach(args.counted[2], o2, column + at) % args.dilation[2] == 0;
+          };
+          const Given values = Given::load(x + from);
+          Indices<WIDTH> indices;
+          indices.load(args.indices, lead + from, args.wide_indices);
+          int found[WIDTH];
 #pragma unroll
-          for (int w = 0; w < AT_ONCE; ++w) {
-            if (o2 + w >= stop[2]) break;
-            int low = 0, high = columns;
-            if (args.bad != nullptr) {
-              low = max(0, window_start(args.counted[2], o2 + w) - column);
-              high = min(columns, window_stop(args.counted[2], o2 + w) - column);
-            }
-            const auto is_tap = [&]([[maybe_unused]] int at) {
-              if (!DILATED) return true;
-              return window_reach(args.counted[0], o0, item.at[0]) % args.dilation[0] == 0 &&
-                     window_reach(args.counted[1], o1, item.at[1]) % args.dilation[1] == 0 &&
-                     window_reach(args.counted[2], o2 + w, column + at) % args.dilation[2] == 0;
-            };
-            int found[WIDTH];
-#pragma unroll
-            for (int v = 0; v < WIDTH; ++v) found[v] = indices[w].at(v, args.wide_indices);
-            route.take(found, values[w], position, low, high, is_tap);
-          }
+          for (int v = 0; v < WIDTH; ++v) found[v] = indices.at(v, args.wide_indices);
+          route.take(found, values, position, low, high, is_tap);
         }
       }
     }

@@ -24,8 +24,6 @@ __all__ = ["WindowRoutes"]
 BLOCK = 128
 # Adjacent positions of a thread along the last axis.
 SPAN = 4
-# Windows that are loaded before the first is used.
-AT_ONCE = 1
 
 
 class WindowRoutes(FromIndices[WindowForm]):
@@ -101,5 +99,4 @@ def _instance(
         SPAN=span,
         MOVE=moves,
         DILATED=dilated,
-        AT_ONCE=AT_ONCE,
     )
