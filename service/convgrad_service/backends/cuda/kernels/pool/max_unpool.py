@@ -17,6 +17,7 @@ from convgrad_service.backends.cuda.kernels.pool.window_form import (
     divider_of,
 )
 from convgrad_service.backends.cuda.kernels.pool.window_routes import WindowRoutes
+from convgrad_service.backends.cuda.kernels.pool.window_scatter import WindowScatter
 from convgrad_service.backends.cuda.kernels.pool.window_tiles import WindowTiles
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice
@@ -39,7 +40,11 @@ GATHER_BLOCK, AT_ONCE = 256, 4
 BAD_INDEX = "indices has an index that is out of its plane; expected a flat position in a plane"
 
 
-MOVES: tuple[FromIndices[Any], ...] = (WindowTiles(moves=True), WindowRoutes(moves=True))
+MOVES: tuple[FromIndices[Any], ...] = (
+    WindowTiles(moves=True),
+    WindowScatter(moves=True),
+    WindowRoutes(moves=True),
+)
 
 UnpoolArgs: Any = structure("pool/max_unpool.cu", "UnpoolArgs")
 

@@ -1,14 +1,15 @@
-// The gradient of max pooling from the indices of the maxima, for windows of any kind, by a scatter. Launched by
-// window_scatter.py.
+// Scatter of elements by indices, for windows of any kind: the gradient of max pooling from the indices of
+// the maxima, and max unpooling. Launched by window_scatter.py.
 //
-// y[i] = sum of x[o] over the windows o that contain i and whose index is i. An index outside its window sets
-// bad[0] unless `bad` is null.
+// y[i] = sum of x[o] over the windows o that contain i and whose index is i; with MOVE, the last of
+// them, bit by bit; 0 if there are none. An index outside its window sets bad[MOVE] unless `bad` is
+// null.
 // A block has a cell in shared memory for each position of a tile of y, in whole planes or in adjacent
 // elements of `inner`. A position is in at most `phases` adjacent windows along each axis, so windows whose
 // numbers are equal modulo `phases` share no cell. A thread loads `rounds` windows of each phase, and adds
 // those that have their index in the tile to their cells, with a barrier after each phase.
 // It does so for `repeats` groups of `planes` planes, one after another.
-// SLICED: planes of several slices. SIMPLE: windows slide
+// With MOVE a cell is the number of the last window. SLICED: planes of several slices. SIMPLE: windows slide
 // by whole positions.
 // Block: at least as many threads as a round has windows, 128 to 256. Dynamic shared memory: the cells, the positions of
 // windows along each axis, and of each round how far its windows are from the first round's.
@@ -49,6 +50,21 @@ struct ScatterArgs {
   Divider by_y_size[3];
 };
 
+// What a cell receives, and how it meets others; zero bits: nothing yet.
+#if MOVE
+using Content = int;
+struct Cell {
+  Content content;  // one more than the number of the last window in the plane
+  __device__ __forceinline__ void meet(T, int number) { content = max(content, number + 1); }
+};
+#else
+using Content = S;
+struct Cell {
+  Content content;  // the sum
+  __device__ __forceinline__ void meet(T value, int) { content += widen(value); }
+};
+#endif
+
 constexpr int kChunk = 16 / sizeof(T);
 // Windows of a thread that are loaded before the first is added.
 constexpr int kSeveral = 4 / VECTOR;
@@ -67,7 +83,7 @@ struct Side {
 }  // namespace
 
 // Compilers for other GPUs need more registers.
-constexpr int kBlocks = sizeof(T) == 8 || (SLICED && !SIMPLE) || __CUDA_ARCH__ != 900 ? 4 : 5;
+constexpr int kBlocks = sizeof(T) == 8 || MOVE || (SLICED && !SIMPLE) || __CUDA_ARCH__ != 900 ? 4 : 5;
 
 extern "C" __global__ void __launch_bounds__(256, kBlocks)
     window_scatter(const __grid_constant__ ScatterArgs args) {
@@ -190,9 +206,9 @@ extern "C" __global__ void __launch_bounds__(256, kBlocks)
   const int position = (bases[0] * size[1] + bases[1]) * size[2] + bases[2];
   const i64 y_plane = static_cast<i64>(size[0]) * size[1] * size[2];
   // The cell of a thread's first position of y, if it were in the tile, beyond the cells' misalignment.
-  const int cell_column = args.channels * static_cast<int>(sizeof(S));
+  const int cell_column = args.channels * static_cast<int>(sizeof(Cell));
   const int cell_row = args.tile[2] * cell_column, cell_slice = args.tile[1] * cell_row;
-  const u32 lead_cell = shared_address(shared) + channel * static_cast<int>(sizeof(S)) +
+  const u32 lead_cell = shared_address(shared) + channel * static_cast<int>(sizeof(Cell)) +
                         (own_plane * args.tile[0] - bases[0]) * cell_slice - bases[1] * cell_row - bases[2] * cell_column;
   const auto has = [&](const int4& at) {
     return (at.z < extent[2]) & (at.y < extent[1]) & (!SLICED || at.x < extent[0]);
@@ -208,8 +224,8 @@ extern "C" __global__ void __launch_bounds__(256, kBlocks)
     const i64 begin = (plane * y_plane + position) * windows.inner + lead_channel;
     // If `inner` is 1, cells have the misalignment of y's elements.
     const int head = windows.inner == 1 ? static_cast<int>(begin % kChunk) : 0;
-    S* const cells = reinterpret_cast<S*>(shared) + head;
-    const u32 own_cell = lead_cell + head * static_cast<int>(sizeof(S));
+    Cell* const cells = reinterpret_cast<Cell*>(shared) + head;
+    const u32 own_cell = lead_cell + head * static_cast<int>(sizeof(Cell));
     if (repeat > 0) __syncthreads();  // the last cells are stored
     for (int at = thread * 16; at < args.cells; at += threads * 16) {
       *reinterpret_cast<uint4*>(shared + at) = {};
@@ -220,19 +236,21 @@ extern "C" __global__ void __launch_bounds__(256, kBlocks)
     const auto add = [&](auto batch, int first) {
       constexpr int kBatch = decltype(batch)::value;
       Vector<INDEX, VECTOR> found[kBatch];
-      Vector<T, VECTOR> values[kBatch];
+      [[maybe_unused]] Vector<T, VECTOR> values[kBatch];
 #pragma unroll
       for (int b = 0; b < kBatch; ++b) {
         const int4 at = step_at[first + b];
         load_ahead_if(has(at), indices + at.w, found[b].raw);
-        load_ahead_if(has(at), x + at.w, values[b].raw);
+        if (!MOVE) load_ahead_if(has(at), x + at.w, values[b].raw);
       }
       u32 targets[kBatch][VECTOR];  // cells, in shared memory
+      [[maybe_unused]] int numbers[kBatch];
 #pragma unroll
       for (int b = 0; b < kBatch; ++b) {
         // Without branches.
         const int4 at = step_at[first + b];
         const bool exists = has(at);
+        if (MOVE) numbers[b] = own_number + at.w / windows.inner;
 #pragma unroll
         for (int v = 0; v < VECTOR; ++v) {
           const INDEX own_index = found[b].at[v];
@@ -241,7 +259,7 @@ extern "C" __global__ void __launch_bounds__(256, kBlocks)
           const int column = index - line * size[2];
           bool inside = static_cast<u32>(index) < y_positions, here = exists;
           if (sizeof(INDEX) > 4) inside &= static_cast<i64>(own_index) >> 32 == 0;
-          u32 cell = own_cell + v * static_cast<int>(sizeof(S));
+          u32 cell = own_cell + v * static_cast<int>(sizeof(Cell));
           if (SLICED) {
             const int slice = divide(line, args.by_y_size[1]);
             line -= slice * size[1];
@@ -263,7 +281,10 @@ extern "C" __global__ void __launch_bounds__(256, kBlocks)
 #pragma unroll
         for (int v = 0; v < VECTOR; ++v) {
           const u32 target = targets[b][v];
-          if (target != kNone) store_element(target, element_at<S>(target) + widen(values[b].at[v]));
+          if (target == kNone) continue;
+          Cell cell = {element_at<Content>(target)};
+          cell.meet(MOVE ? T{} : values[b].at[v], numbers[b]);
+          store_element(target, cell.content);
         }
         if (--rounds > 0) continue;
         rounds = args.rounds;
@@ -278,23 +299,34 @@ extern "C" __global__ void __launch_bounds__(256, kBlocks)
     indices += args.planes * x_plane;
     x += args.planes * x_plane;
 
-    constexpr int kCells = 16 / sizeof(S);
+    // The element of a cell in the n-th plane.
+    const auto element = [&](Cell cell, [[maybe_unused]] int n, [[maybe_unused]] int own_channel) {
+#if MOVE
+      if (cell.content == 0) return T{};
+      const i64 from = (plane + n) * x_plane + static_cast<i64>(cell.content - 1) * windows.inner;
+      return static_cast<const T*>(windows.x)[from + lead_channel + own_channel];
+#else
+      return narrow<T>(cell.content);
+#endif
+    };
+    constexpr int kCells = 16 / sizeof(Cell);
     T* const y = static_cast<T*>(windows.y) + begin;
     if (windows.inner == 1) {
       // One run of elements.
       const int own_cells = args.tile[0] * args.tile[1] * args.tile[2];
       const int length = planes == 1 ? counts[0] * counts[1] * counts[2] : planes * own_cells;
+      const auto plane_of = [&](int at) { return MOVE && planes > 1 ? at / own_cells : 0; };
       for (int at = thread * kChunk - head; at < length; at += threads * kChunk) {
         if (at < 0 || at + kChunk > length) {
-          for (int e = max(at, 0); e < min(at + kChunk, length); ++e) y[e] = narrow<T>(cells[e]);
+          for (int e = max(at, 0); e < min(at + kChunk, length); ++e) y[e] = element(cells[e], plane_of(e), 0);
           continue;
         }
         Vector<T, kChunk> values;
 #pragma unroll
         for (int e = 0; e < kChunk; e += kCells) {
-          const auto part = Vector<S, kCells>::load(cells + at + e);
+          const auto part = Vector<Cell, kCells>::load(cells + at + e);
 #pragma unroll
-          for (int i = 0; i < kCells; ++i) values.at[e + i] = narrow<T>(part.at[i]);
+          for (int i = 0; i < kCells; ++i) values.at[e + i] = element(part.at[i], plane_of(at + e + i), 0);
         }
         values.store(y + at);
       }
@@ -305,7 +337,7 @@ extern "C" __global__ void __launch_bounds__(256, kBlocks)
     for (int item = thread; item < items; item += threads) {
       int outer = divide(item, args.by_stores);
       const int from = (item - outer * a_cell) * width;
-      const S* const own_cells = cells + outer * args.channels + from;
+      const Cell* const own_cells = cells + outer * args.channels + from;
       int to[3];
       bool there = from < channels;
 #pragma unroll
@@ -318,18 +350,18 @@ extern "C" __global__ void __launch_bounds__(256, kBlocks)
       if (!there) continue;
       T* const target = y + (outer * y_plane + (to[0] * size[1] + to[1]) * size[2] + to[2]) * windows.inner + from;
       if (!args.vectors) {
-        *target = narrow<T>(*own_cells);
+        *target = element(*own_cells, outer, from);
         continue;
       }
       Vector<T, kChunk> values;
 #pragma unroll
       for (int e = 0; e < kChunk; e += kCells) {
-        const auto part = Vector<S, kCells>::load(own_cells + e);
+        const auto part = Vector<Cell, kCells>::load(own_cells + e);
 #pragma unroll
-        for (int i = 0; i < kCells; ++i) values.at[e + i] = narrow<T>(part.at[i]);
+        for (int i = 0; i < kCells; ++i) values.at[e + i] = element(part.at[i], outer, from + e + i);
       }
       values.store(target);
     }
   }
-  if (!good && windows.bad != nullptr) *windows.bad = 1;  // all writers write the same value
+  if (!good && windows.bad != nullptr) windows.bad[MOVE] = 1;  // all writers write the same value
 }

@@ -1,4 +1,4 @@
-"""The gradient of max pooling from indices, through cells in shared memory."""
+"""The gradient of max pooling from indices, and max unpooling."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from convgrad_service.backends.cuda.kernels.core.elements import MAX_BLOCKS
 from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES
 from convgrad_service.backends.cuda.kernels.pool.window_form import (
     LARGEST,
+    MOVED,
     FromIndices,
     WindowForm,
     covered,
@@ -161,7 +162,7 @@ class WindowScatter(FromIndices[Tile]):
             return "dilated"
         if prod(form.x_size) * form.inner >= LARGEST:
             return "an image of windows of more than 31 bits"
-        if form.last and few_windows(form):
+        if form.last and few_windows(form) and not self._moves:
             return (
                 f"channels last, with positions in fewer than {LEAST_PHASES} windows, or a signal"
             )
@@ -184,7 +185,7 @@ class WindowScatter(FromIndices[Tile]):
     def _vector(self, work: WindowWork, form: WindowForm) -> int:
         """Return the adjacent elements of a thread."""
         aligned = form.inner % 2 == 0 and work.dtype.itemsize <= 4
-        several = aligned and _simple(form) and form.y_size[0] == 1
+        several = aligned and _simple(form) and not self._moves and form.y_size[0] == 1
         windows = form.overlap >= LEAST_OVERLAP and prod(_phases(form)) <= MOST_PHASES
         return 2 if several and windows else 1
 
@@ -211,7 +212,7 @@ class WindowScatter(FromIndices[Tile]):
             _instance(
                 work.dtype,
                 work.index_dtype,
-                (form.y_size[0] > 1, _simple(form)),
+                (form.y_size[0] > 1, _simple(form), self._moves),
                 tile.vector,
             ),
             (tile.blocks // tile.groups * ceil_div(tile.groups, args.repeats), 1, 1),
@@ -221,14 +222,15 @@ class WindowScatter(FromIndices[Tile]):
         )
 
     def instances(self) -> Iterable[Instance]:
+        dtypes = MOVED.values() if self._moves else FLOATING
         return [
-            _instance(dtype, index, (sliced, simple), vector)
-            for dtype in FLOATING
+            _instance(dtype, index, (sliced, simple, self._moves), vector)
+            for dtype in dtypes
             for index in INDEX
             for sliced in (False, True)
             for simple in (False, True)
             for vector in VECTORS
-            if vector == 1 or (simple and dtype.itemsize <= 4 and not sliced)
+            if vector == 1 or (simple and dtype.itemsize <= 4 and not sliced and not self._moves)
         ]
 
 
@@ -301,13 +303,15 @@ def _simple(form: WindowForm) -> bool:
     return all(axis.unit == 1 and axis.step > 0 for axis in form.counted)
 
 
-def _instance(dtype: DType, index: DType, kind: tuple[bool, bool], vector: int) -> Instance:
-    sliced, simple = kind
+def _instance(dtype: DType, index: DType, kind: tuple[bool, bool, bool], vector: int) -> Instance:
+    sliced, simple, moves = kind
+    element = MOVED[dtype.itemsize] if moves else dtype
     return Instance.of(
         "pool/window_scatter.cu",
-        ELEMENT=dtype,
+        ELEMENT=element,
         INDEX=index,
         SLICED=sliced,
         SIMPLE=simple,
+        MOVE=moves,
         VECTOR=vector,
     )
