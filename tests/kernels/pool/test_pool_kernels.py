@@ -109,15 +109,14 @@ TAKEN = {  # kernels, channels first and last
     "lines_tiles_5": ("pool_tiles_through_channels_last", "pool_tiles"),
     "stacks": ("pool_strips_through_channels_last", "pool_strips"),
     "stacks_stride_2": ("pool_strips_through_channels_last", "pool_strips"),
-    "stacks_ceil": ("pool_strips_through_channels_last", "pool_strips"),
+    "stacks_ceil": ("pool_through_indices", "pool_strips"),
     "any_9": ("pool_through_indices", "pool_through_indices"),
     "any_dilated": ("pool_through_indices", "pool_through_indices"),
     "any_3d_5": ("pool_through_indices", "pool_through_indices"),
 }
 # In float32, whose copies have twice as many bytes.
 IN_FLOAT32 = TAKEN | {
-    name: ("pool_through_indices", TAKEN[name][1])
-    for name in ("lines_28", "stacks_stride_2", "stacks_ceil")
+    name: ("pool_through_indices", TAKEN[name][1]) for name in ("lines_28", "stacks_stride_2")
 }
 
 

@@ -16,7 +16,7 @@ using namespace convgrad;
 namespace {
 
 using T = ELEMENT;
-constexpr int kThreads = 256, kChunk = kChunkOf<T>, kTile = kThreads * EACH * kChunk;
+constexpr int kThreads = 256, kChunk = kChunkOf<T>;
 constexpr u32 kLine = 7, kColumn = 1 | 1 << 3 | 1 << 6, kAll = (1 << 9) - 1;
 union Taps {
   uint4 raw;
@@ -99,7 +99,7 @@ __device__ __forceinline__ void route_tile(const ChunkArgs& args, int rest, u32 
   constexpr int kAbove = kChunk - 1 - kRest, kBelow = (kRest + kChunk - 1) % kChunk;
   const int lines = args.columns / kChunk, above = -(lines + 1) * 16, below = (lines - (kRest == 0)) * 16;
 #pragma unroll 1
-  for (int at = static_cast<int>(threadIdx.x) * kChunk; at < kTile; at += kThreads * kChunk) {
+  for (int at = static_cast<int>(threadIdx.x) * kChunk; at < args.tile; at += kThreads * kChunk) {
     const int first = tile + at;
     if (first >= args.elements) return;
     const int from = (args.halo + at) * static_cast<int>(sizeof(T));
@@ -119,9 +119,9 @@ __device__ __forceinline__ void route_tile(const ChunkArgs& args, int rest, u32 
 extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     route_chunks(const __grid_constant__ ChunkArgs args) {
   extern __shared__ __align__(16) unsigned char shared[];
-  const int tile = static_cast<int>(blockIdx.x) * kTile, chunks = (kTile + 2 * args.halo) / kChunk;
+  const int tile = static_cast<int>(blockIdx.x) * args.tile, chunks = (args.tile + 2 * args.halo) / kChunk;
   const u32 taps = shared_address(shared), x = taps + chunks * 16;
-  load_tile<T, kThreads, kTile>(args, tile, x);
+  load_tile<T, kThreads>(args, tile, x);
   bool bad = false;
 #pragma unroll 1
   for (int c = static_cast<int>(threadIdx.x); c < chunks; c += kThreads) {

@@ -22,6 +22,7 @@ struct ChunkArgs {
   int wide_indices;     // of 64 bits, else of 32
   int elements;
   int columns, plane;  // elements of a line and of a plane
+  int tile;            // elements of a block, in chunks for each thread
   int halo;            // elements on each side of a tile, in whole chunks, more than a line
   float divisor, reciprocal;
   Divider by_columns, by_plane;
@@ -99,12 +100,12 @@ struct ChunkPlace {
   }
 };
 
-// Copies the elements of a block's tile, of kTile, and of its halo, as far as they exist, to `to`.
-template <class T, int kThreads, int kTile>
+// Copies the elements of a block's tile and halo, as far as they exist, to `to`.
+template <class T, int kThreads>
 __device__ __forceinline__ void load_tile(const ChunkArgs& args, int tile, u32 to) {
   constexpr int kChunk = kChunkOf<T>;
   const char* const x = static_cast<const char*>(args.x) + static_cast<i64>(tile - args.halo) * static_cast<int>(sizeof(T));
-  const int chunks = (kTile + 2 * args.halo) / kChunk;
+  const int chunks = (args.tile + 2 * args.halo) / kChunk;
 #pragma unroll 4
   for (int c = static_cast<int>(threadIdx.x); c < chunks; c += kThreads) {
     const int at = tile - args.halo + c * kChunk, left = args.elements - at;

@@ -28,7 +28,7 @@ __all__ = ["RouteChunks", "WindowChunks"]
 
 THREADS = 256
 # Blocks of a multiprocessor that registers suffice for, by the side whose window sizes divide.
-BLOCKS = {None: 4, "outputs": 4, "inputs": 5}
+BLOCKS = {None: 4, "outputs": 5, "inputs": 5}
 ROUTE_BLOCKS = 4
 # Chunks of a thread: fewer if otherwise multiprocessors would lack blocks.
 EACH, FEWER_EACH = 4, 2
@@ -67,23 +67,19 @@ class WindowChunks(Solver[WindowWork, WindowForm]):
         """Return the launch that averages a number of consecutive planes."""
         blocks = BLOCKS[form.varying] * device.multiprocessors
         few = planes * prod(form.x_size) < blocks * _tile(work, EACH)
-        each = FEWER_EACH if few else EACH
-        args, tile = _arguments(work, form, planes), _tile(work, each)
+        args = _arguments(work, form, planes, FEWER_EACH if few else EACH)
         args.x = args.y = first * args.plane * work.dtype.itemsize
         return Launch(
-            _instance(work.dtype, form.varying, each),
-            (ceil_div(args.elements, tile), 1, 1),
+            _instance(work.dtype, form.varying),
+            (ceil_div(args.elements, args.tile), 1, 1),
             (THREADS, 1, 1),
             pack(args, x=work.x, y=work.y),
-            (tile + 2 * args.halo) * work.dtype.itemsize,
+            (args.tile + 2 * args.halo) * work.dtype.itemsize,
         )
 
     def instances(self) -> Iterable[Instance]:
         return [
-            _instance(dtype, varying, each)
-            for dtype in SMALL
-            for varying in (None, "outputs", "inputs")
-            for each in (EACH, FEWER_EACH)
+            _instance(dtype, varying) for dtype in SMALL for varying in (None, "outputs", "inputs")
         ]
 
 
@@ -107,14 +103,14 @@ class RouteChunks(FromIndices[WindowForm]):
     def launch(
         self, work: WindowWork, device: CudaDevice, config: WindowForm, bad: str | None
     ) -> Launch:
-        args, tile = _arguments(work, config, config.batch), _tile(work, FEWER_EACH)
+        args = _arguments(work, config, config.batch, FEWER_EACH)
         args.wide_indices = work.index_dtype is DType.INT64
         return Launch(
             _route_instance(work.dtype),
-            (ceil_div(args.elements, tile), 1, 1),
+            (ceil_div(args.elements, args.tile), 1, 1),
             (THREADS, 1, 1),
             pack(args, x=work.x, y=work.y, indices=work.indices, bad=bad),
-            2 * (tile + 2 * args.halo) * work.dtype.itemsize,
+            2 * (args.tile + 2 * args.halo) * work.dtype.itemsize,
         )
 
     def instances(self) -> Iterable[Instance]:
@@ -142,12 +138,12 @@ def _most_planes(work: WindowWork, form: WindowForm) -> int:
     return (LARGEST - _tile(work, EACH)) // prod(form.x_size) // chunk * chunk
 
 
-def _arguments(work: WindowWork, form: WindowForm, planes: int) -> Any:
-    """Return the arguments of a launch of a number of planes."""
+def _arguments(work: WindowWork, form: WindowForm, planes: int, each: int) -> Any:
+    """Return the arguments of a launch of a number of planes whose threads have ``each`` chunks."""
     args = ChunkArgs()
     columns, plane = form.x_size[2], prod(form.x_size)
     args.elements, args.columns, args.plane = planes * plane, columns, plane
-    args.halo = _halo(work, form)
+    args.tile, args.halo = _tile(work, each), _halo(work, form)
     args.divisor, args.reciprocal = form.divisor, 1.0 / form.divisor
     args.by_columns, args.by_plane = divider_of(columns), divider_of(plane)
     return args
@@ -174,16 +170,15 @@ def _halo(work: WindowWork, form: WindowForm) -> int:
     return ceil_div(form.x_size[2] + 1, _chunk(work)) * _chunk(work)
 
 
-def _instance(dtype: DType, varying: str | None, each: int) -> Instance:
+def _instance(dtype: DType, varying: str | None) -> Instance:
     return Instance.of(
         "pool/window_chunks.cu",
         ELEMENT=dtype,
         BLOCKS=BLOCKS[varying],
-        EACH=each,
         SIZED=varying == "outputs",
         WEIGHTED=varying == "inputs",
     )
 
 
 def _route_instance(dtype: DType) -> Instance:
-    return Instance.of("pool/route_chunks.cu", ELEMENT=dtype, BLOCKS=ROUTE_BLOCKS, EACH=FEWER_EACH)
+    return Instance.of("pool/route_chunks.cu", ELEMENT=dtype, BLOCKS=ROUTE_BLOCKS)
