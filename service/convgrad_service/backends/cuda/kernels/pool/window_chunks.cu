@@ -15,7 +15,7 @@ using namespace convgrad;
 namespace {
 
 using T = ELEMENT;
-constexpr int kThreads = 256, kChunk = kChunkOf<T>, kRun = kRunOf<T>, kTile = kThreads * EACH * kChunk;
+constexpr int kThreads = 256, kChunk = kChunkOf<T>, kRun = kRunOf<T>;
 
 template <int kFirst>
 __device__ __forceinline__ void load_run(u32 from, float (&run)[kRun]) {
@@ -109,7 +109,7 @@ __device__ __forceinline__ void average_tile(const ChunkArgs& args, int rest, u3
     if (rest != kRest) return average_tile<kRest + 1>(args, rest, copy, tile);
   }
 #pragma unroll 1
-  for (int at = static_cast<int>(threadIdx.x) * kChunk; at < kTile; at += kThreads * kChunk) {
+  for (int at = static_cast<int>(threadIdx.x) * kChunk; at < args.tile; at += kThreads * kChunk) {
     const int first = tile + at;
     const ChunkPlace place(args, min(first, args.elements));
     const bool edge = place.is_edge(args, WEIGHTED ? 2 : 1, kChunk);
@@ -126,8 +126,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     window_chunks(const __grid_constant__ ChunkArgs args) {
   extern __shared__ __align__(16) unsigned char shared[];
   const u32 copy = shared_address(shared);
-  const int tile = static_cast<int>(blockIdx.x) * kTile;
-  load_tile<T, kThreads, kTile>(args, tile, copy);
+  const int tile = static_cast<int>(blockIdx.x) * args.tile;
+  load_tile<T, kThreads>(args, tile, copy);
   cp_async_wait<0>();
   __syncthreads();
   average_tile<0>(args, args.columns % kChunk, copy, tile);
