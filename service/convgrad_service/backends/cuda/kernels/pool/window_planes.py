@@ -32,7 +32,7 @@ __all__ = ["WindowPlanes"]
 # Of windows each of whose lines is reduced once, and by how many they slide.
 ROLLING_LINES, ROLLING_STEPS = 3, (1, 2)
 # Windows of so many positions are left to others unless positions are in many windows, or lines are
-# small and blocks have whole planes.
+# small.
 LARGE_WINDOW, MUCH_OVERLAP = 24, 4
 
 
@@ -52,7 +52,7 @@ class WindowPlanes(Solver[WindowWork, Tiled]):
         if isinstance(tile, str):
             return tile
         large = form.most_window >= LARGE_WINDOW and form.overlap <= MUCH_OVERLAP
-        small = tile.whole and _variant(work, form).shape != ANY
+        small = _variant(work, form).shape != ANY
         if work.kind == "maxima" and large and not small:
             return f"windows of {LARGE_WINDOW} positions or more with little overlap"
         if tile.planes * prod(form.y_size) > LARGEST:
