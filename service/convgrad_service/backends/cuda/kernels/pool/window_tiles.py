@@ -168,7 +168,7 @@ def _together(dtype: DType, moves: bool, width: int, each: int, lines: int) -> i
     chunks = width * dtype.itemsize == CHUNK_BYTES
     streams = chunks and each > 0 and dtype.itemsize > 2
     if not moves:
-        streams = chunks or each > 0
+        streams = chunks or (each > 0 and width * dtype.itemsize > 4)
     return 1 if streams and lines > 1 else TOGETHER
 
 
