@@ -160,8 +160,8 @@ class WindowScatter(FromIndices[Tile]):
         form, mixed = WindowForm.of(work), work.x_dtype not in (None, work.dtype)
         if mixed and (form.last or not _simple(form) or work.index_dtype is not DType.INT32):
             return "sums of another type, but not channels first with 32-bit indices"
-        if form.dilated:
-            return "dilated"
+        if form.dilated and (form.last or work.checked):
+            return "dilated, and channels last or with indices to check"
         if prod(form.x_size) * form.inner >= LARGEST:
             return "an image of windows of more than 31 bits"
         if form.last and few_windows(form) and not self._moves:
