@@ -4,8 +4,8 @@
 // y[i] = x[window of i] / divisor, the gradient of average pooling; with MOVE x[window of i] if the window's
 // index is i, else 0: the gradient of max pooling, and max unpooling.
 // A window has `tile` positions along each axis; positions past the last window get zero. If `bad` is
-// not null, the thread with a window's first position checks its index: one beyond the plane sets bad[0],
-// another outside the window bad[misplaced].
+// not null, the thread with a window's first position checks its index: one beyond the plane sets it, another
+// outside the window sets `misplaced`.
 // KIND 0, channels last: a thread reads WIDTH channels of a window once and stores them to the
 // window's positions, or to a part of them along the last axis, which blockIdx.z selects.
 // KIND 1, channels first: WIDTH adjacent positions of a row, in all rows of their windows, in TOGETHER
@@ -31,6 +31,7 @@ struct TilesArgs {
   void* y;
   const void* indices;
   u64* bad;
+  u64* misplaced;
   int tile[3];
   int x_size[3];
   int y_size[3];
@@ -40,7 +41,6 @@ struct TilesArgs {
   int chunk;    // of the batch
   int threads;  // in a chunk
   int wide_indices;  // of 64 bits, else of 32
-  int misplaced;
   int part;     // KIND 0: positions of a tile along the last axis that a thread stores to
   Divider by_vectors, by_items[3];
   Divider by_tile;     // along the last axis
@@ -74,7 +74,7 @@ __device__ __forceinline__ void check(const TilesArgs& args, int index, const in
     good &= into >= 0 && into < args.tile[axis];
     rest = outer;
   }
-  if (!good) args.bad[exists ? args.misplaced : 0] = 1;  // all writers write the same value
+  if (!good) *(exists ? args.misplaced : args.bad) = 1;  // all writers write the same value
 }
 
 // Elements of adjacent windows as they are in memory, so that all are loaded before the first is used.

@@ -136,14 +136,14 @@ class WindowTiles(FromIndices[Tiles]):
         if kind == PLANES:
             args.threads = ceil_div(args.threads, width)
         args.wide_indices = work.index_dtype is DType.INT64
-        args.misplaced = self._moves
+        args.misplaced = 8 if self._moves else 0
         args.divisor, args.reciprocal = form.divisor, 1.0 / form.divisor
         grid = ceil_div(args.threads, BLOCK), ceil_div(batch, args.chunk), parts
         return Launch(
             _instance(work.dtype, (kind, width, each, together), moves),
             grid,
             (BLOCK, 1, 1),
-            pack(args, x=work.x, y=work.y, indices=work.indices, bad=bad),
+            pack(args, x=work.x, y=work.y, indices=work.indices, bad=bad, misplaced=bad),
         )
 
     def instances(self) -> Iterable[Instance]:
