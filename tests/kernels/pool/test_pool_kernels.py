@@ -12,6 +12,7 @@ from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.backends.cuda.kernels.pool import window_box
 from convgrad_service.plans.cuda.device import H200
 from convgrad_service.plans.cuda.planner import plan_for
+from convgrad_service.plans.cuda.program import CudaPlan, Launch
 from convgrad_service.problems import problem_from
 from convgrad_service.problems.pieces import run_in_pieces
 from tests.emulator.backend import EmulatedBackend, works_here
@@ -98,21 +99,27 @@ IN_PIECES = (
 TAKEN = {  # kernels, channels first and last
     "cells": ("pool_cells", "pool_cells"),
     "cells_3d": ("pool_cells", "pool_cells"),
-    "cells_no_vectors": ("pool_cells", "pool_cells"),
-    "strips_stride_2": ("pool_strips_through_channels_last", "pool_strips"),
-    "strips_wide": ("pool_strips_through_channels_last", "pool_strips"),
-    "strips_of_planes": ("pool_strips_through_channels_last", "pool_strips"),
+    "cells_no_vectors": ("pool_through_indices", "pool_cells"),
+    "cells_smaller": ("pool_through_indices", "pool_cells"),
+    "strips_stride_2": ("pool_through_indices", "pool_strips"),
+    "strips_wide": ("pool_through_indices", "pool_strips"),
+    "strips_of_planes": ("pool_through_indices", "pool_strips"),
+    "strips_odd_channels": ("pool_through_indices", "pool_strips"),
+    "other_padding": ("pool_through_indices", "pool_strips"),
     "lines_28": ("pool_tiles_through_channels_last", "pool_tiles"),
     "lines_tiles_5": ("pool_tiles_through_channels_last", "pool_tiles"),
     "stacks": ("pool_strips_through_channels_last", "pool_strips"),
     "stacks_stride_2": ("pool_strips_through_channels_last", "pool_strips"),
-    "stacks_ceil": ("pool_strips_through_channels_last", "pool_strips"),
-    "strips_odd_channels": ("pool_strips_through_channels_last", "pool_strips"),
-    "cells_smaller": ("pool_cells", "pool_cells"),
+    "stacks_ceil": ("pool_through_indices", "pool_strips"),
     "any_9": ("pool_through_indices", "pool_through_indices"),
     "any_dilated": ("pool_through_indices", "pool_through_indices"),
     "any_3d_5": ("pool_through_indices", "pool_through_indices"),
-    "other_padding": ("pool_strips_through_channels_last", "pool_strips"),
+}
+# In float32, whose copies have twice as many bytes, and vectors half as many elements.
+IN_FLOAT32 = TAKEN | {
+    "cells_no_vectors": ("pool_cells", "pool_cells"),
+    "lines_28": ("pool_through_indices", "pool_tiles"),
+    "stacks_stride_2": ("pool_through_indices", "pool_strips"),
 }
 
 
@@ -172,14 +179,29 @@ def test_emulated_pieces_are_the_whole(seed: int, name: str) -> None:
         assert_same_bits(found["grad_input"], whole["grad_input"], f"seed {seed}, {name} {layout}")
 
 
-@pytest.mark.parametrize("name", TAKEN)
-def test_a_plan_takes_the_kernel_that_is_made_for_it(name: str) -> None:
+def _plan(name: str, dtype: str, layout: str) -> CudaPlan:
     case = maxpool_bwd(name, POOLS[name])
-    tensors = draw(case, rng_for(0), DTYPES["bfloat16"], integers)
-    found = []
-    for layout in with_layouts(case.ndim, grouped=False)[1:]:
-        arrays = request_arrays(case, tensors, layout)
-        asked = OPERATIONS[case.operation].request
-        request = validate(asked, {**arrays, **case.params, "layout": layout})
-        found.append(plan_for(problem_from(case.operation, request), H200, FAMILIES).kernel)
-    assert tuple(found) == TAKEN[name]
+    arrays = request_arrays(case, draw(case, rng_for(0), DTYPES[dtype], integers), layout)
+    asked = OPERATIONS[case.operation].request
+    request = validate(asked, {**arrays, **case.params, "layout": layout})
+    return plan_for(problem_from(case.operation, request), H200, FAMILIES)
+
+
+@pytest.mark.parametrize(("dtype", "taken"), [("bfloat16", TAKEN), ("float32", IN_FLOAT32)])
+@pytest.mark.parametrize("name", TAKEN)
+def test_a_plan_takes_the_kernel_that_is_made_for_it(
+    name: str, dtype: str, taken: dict[str, tuple[str, str]]
+) -> None:
+    layouts = with_layouts(len(POOLS[name].size), grouped=False)[1:]
+    assert tuple(_plan(name, dtype, layout).kernel for layout in layouts) == taken[name]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("name", ["any_9", "any_13_beyond_the_input", "any_dilated", "any_3d_5"])
+def test_gradients_from_indices_of_stages_are_scattered(name: str, dtype: str) -> None:
+    """Channels first, whatever the type of the sums between stages."""
+    plan = _plan(name, dtype, with_layouts(len(POOLS[name].size), grouped=False)[1])
+    sources = [step.instance.source for step in plan.steps if isinstance(step, Launch)]
+    half = len(sources) // 2
+    assert sources[half:] == ["pool/window_scatter.cu"] * half
+    assert "pool/window_scatter.cu" not in sources[:half]

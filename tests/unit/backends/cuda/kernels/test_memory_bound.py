@@ -23,6 +23,8 @@ SUITE = Path(__file__).parents[4] / "perf" / "suite" / "layers.json"
 LAYERS: list[dict[str, Any]] = json.loads(SUITE.read_text(encoding="utf-8"))
 DEPTHWISE = [layer for layer in LAYERS if layer["class"] == "depthwise"]
 POOLS = [layer for layer in LAYERS if layer["class"] == "pool"]
+# Channels first, the bytes of the largest elements that are worth copies to channels last.
+COPIED = {"inception_pool_3x3_s1": 2, "sppf_pool_5x5_s1": 4, "i3d_pool_3x3x3_s1": 4}
 INSTANCES = set(FAMILIES.instances())
 TYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
 
@@ -100,14 +102,15 @@ def test_depthwise_layers_take_one_launch(layer: dict[str, Any], dtype: DType) -
 def test_pool_layers_take_a_fast_kernel(layer: dict[str, Any], dtype: DType, last: bool) -> None:
     plan = plan_for(pool_of(layer, dtype, last), H200, FAMILIES)
     kernel, through, _ = plan.kernel.partition("_through_channels_last")
-    overlap = layer["kernel_size"] != layer["stride"]
-    if overlap:
-        assert kernel in ("pool_strips", "pool_tiles")
+    if layer["kernel_size"] == layer["stride"]:
+        assert plan.kernel == "pool_cells"
+    elif last:
+        assert plan.kernel in ("pool_strips", "pool_tiles")
     else:
-        assert kernel == "pool_cells"
-    # Overlapping windows are copied around.
-    assert bool(through) == (not last and overlap)
-    check_launch(plan, 4 if through else 1)
+        worth = dtype.itemsize <= COPIED.get(layer["name"], 0)
+        assert bool(through) == worth
+        assert kernel in (("pool_strips", "pool_tiles") if worth else ("pool_through_indices",))
+    check_launch(plan, 4 if through else 2 if kernel == "pool_through_indices" else 1)
 
 
 def test_what_depthwise_leaves_to_others() -> None:

@@ -41,6 +41,9 @@ __all__ += ["PoolThroughChannelsLast", "ThroughChannelsLast"]
 
 W = TypeVar("W", bound=Work)
 CONTIGUOUS = "the channels are contiguous"
+# Max pooling goes through copies if so many positions, those of a window and twice the windows of a
+# position, are computed for each lane that a channel takes: so expensive is it without them.
+POSITIONS_A_LANE, WINDOWS_COUNT, LANES = 40, 2, 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +210,9 @@ class PoolThroughChannelsLast(ThroughChannelsLast[PoolWork]):
     def _last(self, work: PoolWork) -> LastWork[PoolWork] | str:
         if work.x.channels_last:
             return CONTIGUOUS
+        positions = work.taps * (1 + WINDOWS_COUNT / prod(work.stride))
+        if positions * work.channels < POSITIONS_A_LANE * _pool_lanes(work):
+            return f"windows of {work.kernel} with stride {work.stride}, which are not worth copies"
         lead = f"{work.prefix}last_"
         sides = {
             "source": (work.source, work.input),
@@ -219,3 +225,11 @@ class PoolThroughChannelsLast(ThroughChannelsLast[PoolWork]):
         }
         source, x, y = (tensors[name].last for name in sides)
         return LastWork(replace(work, source=source, x=x, y=y), tensors, "x")
+
+
+def _pool_lanes(work: PoolWork) -> int:
+    """Return the lanes that compute a position's channels: for two of a 16-bit type each, and for
+    windows of several planes whole warps."""
+    pairs = work.dtype.itemsize == 2 and work.channels % 2 == 0
+    lanes = work.channels // 2 if pairs else work.channels
+    return ceil_div(lanes, LANES) * LANES if work.kernel[0] > 1 else lanes

@@ -34,7 +34,6 @@ struct CellArgs {
   int kernel[3];
   int stride[3];
   int pad[3];
-  int lanes;  // index that varies along adjacent threads: 0 positions, 1 channels
 };
 
 // Positions of a row that are loaded at once, in each of a thread's cells, and such rows.
@@ -71,10 +70,10 @@ extern "C" __global__ void __launch_bounds__(128)
   i64 index = static_cast<i64>(blockIdx.x) * 128 + threadIdx.x;
   if (index >= args.threads) return;
   i64 vector = 0, at[3];
-  if (args.lanes) index = divide(index, args.vectors, vector);
+  if (!ALONG) index = divide(index, args.vectors, vector);
 #pragma unroll
   for (int dim = 2; dim >= 0; --dim) index = divide(index, args.cells[dim], at[dim]);
-  if (!args.lanes) index = divide(index, args.vectors, vector);
+  if (ALONG) index = divide(index, args.vectors, vector);
   if (ALONG) at[2] *= WIDTH;
   const i64 c = vector * (ALONG ? 1 : WIDTH);
   const int kernel[3] = {kKnown ? KERNEL_D : args.kernel[0], kKnown ? KERNEL_H : args.kernel[1],

@@ -1,4 +1,5 @@
-"""Max pooling's gradient from its input: windows that do not overlap."""
+"""Max pooling's gradient from its input: windows that do not overlap, channels last, or in rows of
+vectors channels first."""
 
 from __future__ import annotations
 
@@ -22,12 +23,11 @@ from convgrad_service.problems.sizes import Size3
 __all__ = ["PoolCells", "fill_strides", "image_elements"]
 
 BLOCK = 128
-# Kernels and strides known at compile time: for channels last or padded windows, and with ALONG.
+# Kernels and strides known at compile time; channels first, others are left to other families.
 WINDOWS: tuple[tuple[Size3, Size3], ...] = (
     ((1, 2, 2), (1, 2, 2)),
     ((2, 2, 2), (2, 2, 2)),
 )
-ALONG_WINDOWS = WINDOWS
 ANY = ((0, 0, 0), (0, 0, 0))
 # Positions of a cell, which one thread writes.
 MOST_POSITIONS = 256
@@ -61,18 +61,19 @@ class _Shape:
     width: int
 
     @classmethod
-    def of(cls, work: PoolWork) -> _Shape:
+    def of(cls, work: PoolWork) -> _Shape | None:
+        """Return None if there is no instance, channels first."""
         window = work.kernel, work.stride
         if work.dtype not in SMALL:
             window = ANY
         if work.x.channels_last:
             fitting = (w for w in _widths(work.dtype) if work.channels % w == 0)
             return cls(*(window if window in WINDOWS else ANY), False, next(fitting))
-        if window in ALONG_WINDOWS and not any(work.pad) and work.input[2] == 2 * work.output[2]:
+        if window in WINDOWS and not any(work.pad) and work.input[2] == 2 * work.output[2]:
             row = gcd(work.output[2], CHUNK_BYTES // 2 // work.dtype.itemsize)
             if row in _widths(work.dtype, along=True):
                 return cls(*window, True, row)
-        return cls(*(window if window in WINDOWS else ANY), False, 1)
+        return None
 
     def cells(self, work: PoolWork) -> Size3:
         """Return the cells along each axis, with those past the last window."""
@@ -109,6 +110,8 @@ class PoolCells(Solver[PoolWork, _Shape]):
         if image_elements(work) >= 2**31:
             return "an image of more than 2^31 elements"
         shape = _Shape.of(work)
+        if shape is None:
+            return "channels first, other than adjacent windows of two positions in rows of vectors"
         if ceil_div(shape.threads(work), BLOCK) > MAX_BLOCKS:
             return "more blocks than a grid can have"
         return shape
@@ -121,7 +124,6 @@ class PoolCells(Solver[PoolWork, _Shape]):
         args.x_size[:], args.y_size[:] = work.input, work.output
         args.cells[:] = shape.cells(work)
         args.kernel[:], args.stride[:], args.pad[:] = work.kernel, work.stride, work.pad
-        args.lanes = work.x.channels_last
         launch = Launch(
             shape.instance(work.dtype),
             linear_grid(args.threads, BLOCK),
@@ -133,7 +135,7 @@ class PoolCells(Solver[PoolWork, _Shape]):
     def instances(self) -> Iterable[Instance]:
         shapes = [
             *((window, False) for window in (*WINDOWS, ANY)),
-            *((window, True) for window in ALONG_WINDOWS),
+            *((window, True) for window in WINDOWS),
         ]
         return [
             _Shape(*window, along, width).instance(dtype)

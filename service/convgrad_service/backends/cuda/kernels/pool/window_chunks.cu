@@ -52,11 +52,9 @@ __device__ __forceinline__ void average(const ChunkArgs& args, u32 from, const C
     for (int j = 0; j < kRun; ++j) {
       const int e = min(max(j - 1, 0), kChunk - 1);  // an element beside the chunk counts if it is in this one's line
 #if WEIGHTED
-      float sum = own[j] * (has(first | last, e) ? 1.0f / 2 : 1.0f / 3);
-      if (!has(first, e)) sum = fmaf(above[j], has(second, e) ? 1.0f / 2 : 1.0f / 3, sum);
-      if (!has(last, e)) sum = fmaf(below[j], has(before, e) ? 1.0f / 2 : 1.0f / 3, sum);
-      const float inner = __fmul_rn(own[j] + above[j] + below[j], has(ends, j) ? 1.0f / 6 : 1.0f / 9);
-      sums[j] = has(first | second | before | last, e) ? __fmul_rn(sum, has(ends, j) ? 1.0f / 2 : 1.0f / 3) : inner;
+      sums[j] = __fmul_rn(own[j], has(first | last, e) ? 1.0f / 2 : 1.0f / 3);
+      if (!has(first, e)) sums[j] = fmaf(above[j], has(second, e) ? 1.0f / 2 : 1.0f / 3, sums[j]);
+      if (!has(last, e)) sums[j] = fmaf(below[j], has(before, e) ? 1.0f / 2 : 1.0f / 3, sums[j]);
 #else
       sums[j] = own[j];
       if (!has(first, e)) sums[j] += above[j];
@@ -73,9 +71,10 @@ __device__ __forceinline__ void average(const ChunkArgs& args, u32 from, const C
   } else {
 #pragma unroll
     for (int j = 0; j < kRun; ++j) {
-      sums[j] = own[j] + above[j] + below[j];
 #if WEIGHTED
-      sums[j] = __fmul_rn(sums[j], has(ends, j) ? 1.0f / 6 : 1.0f / 9);
+      sums[j] = fmaf(below[j], 1.0f / 3, fmaf(above[j], 1.0f / 3, __fmul_rn(own[j], 1.0f / 3)));
+#else
+      sums[j] = own[j] + above[j] + below[j];
 #endif
     }
 #if SIZED
@@ -83,6 +82,10 @@ __device__ __forceinline__ void average(const ChunkArgs& args, u32 from, const C
     for (int e = 0; e < kChunk; ++e) divisors[e] = has(ends, e + 1) ? kSix : kNine;
 #endif
   }
+#if WEIGHTED
+#pragma unroll
+  for (int j = 0; j < kRun; ++j) sums[j] = __fmul_rn(sums[j], has(ends, j) ? 1.0f / 2 : 1.0f / 3);
+#endif
 #pragma unroll
   for (int e = 0; e < kChunk; ++e) {
     float sum = sums[e + 1];

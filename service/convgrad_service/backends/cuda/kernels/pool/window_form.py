@@ -20,6 +20,7 @@ from convgrad_service.plans.cuda.works import WindowWork
 from convgrad_service.problems.windows import WindowAxis
 
 __all__ = [
+    "MIXED",
     "MOVED",
     "SMALL",
     "FromIndices",
@@ -43,6 +44,12 @@ BAD_INDEX = (
 MOVED = {dtype.itemsize: dtype for dtype in (DType.FLOAT16, DType.FLOAT32, DType.FLOAT64)}
 # Of elements for which kernels have instances of particular windows. Those of float64 are for any.
 SMALL = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
+# Types of x and y where poolings in stages add up gradients of a 16-bit type in float32.
+MIXED = tuple(
+    pair
+    for half in (DType.FLOAT16, DType.BFLOAT16)
+    for pair in ((half, DType.FLOAT32), (DType.FLOAT32, half))
+)
 ONE = WindowAxis.sliding(1, 1, 1, 1, 0)
 
 

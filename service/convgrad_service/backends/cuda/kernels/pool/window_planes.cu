@@ -118,7 +118,7 @@ struct Column {
         const bool begins = kBegins && t == 0, wanted = begins || t < taps;
         S weight = S(1);
 #if WEIGHTED
-        weight = SIMPLE ? weights[t] : weights[t] * by_slice;
+        weight = weights[t] * by_slice;
 #endif
 #pragma unroll
         for (int p = 0; p < kTogether; ++p) {
@@ -291,7 +291,6 @@ extern "C" __global__ void __launch_bounds__(kBoxThreads, kBlocks)
     const int lines = column.taps > 0 ? sliding.high - sliding.low : 0;
     column.advance((MAXIMA ? max(next, 0) : next) + sliding.low - box.first[1]);
     Parts kept[LINES];
-    S weights[LINES];
     const auto keep = [&](int as) {
 #if MAXIMA
       // Beside the lines that exist, the nearest of them, which is in the window as well.
@@ -304,12 +303,6 @@ extern "C" __global__ void __launch_bounds__(kBoxThreads, kBlocks)
         kept[as] = {};
       }
       column.advance(1);
-      weights[as] = S(1);
-#if WEIGHTED
-      if (static_cast<u32>(next) < static_cast<u32>(lines)) {
-        weights[as] = line_weights[next + sliding.low - box.first[1]];
-      }
-#endif
 #endif
       ++next;
     };
@@ -325,7 +318,7 @@ extern "C" __global__ void __launch_bounds__(kBoxThreads, kBlocks)
 #pragma unroll
         for (int l = 0; l < LINES; ++l) {
           const int own = (turn * ROLLING + l) % LINES;
-          total.meet(kept[own], weights[own], l == 0);
+          total.meet(kept[own], S(1), l == 0);
         }
         finish(i++, total);
       }

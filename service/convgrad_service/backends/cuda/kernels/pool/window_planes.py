@@ -32,7 +32,7 @@ __all__ = ["WindowPlanes"]
 # Of windows each of whose lines is reduced once, and by how many they slide.
 ROLLING_LINES, ROLLING_STEPS = 3, (1, 2)
 # Windows of so many positions are left to others unless positions are in many windows, or lines are
-# small and blocks have whole planes.
+# small.
 LARGE_WINDOW, MUCH_OVERLAP = 24, 4
 
 
@@ -52,7 +52,7 @@ class WindowPlanes(Solver[WindowWork, Tiled]):
         if isinstance(tile, str):
             return tile
         large = form.most_window >= LARGE_WINDOW and form.overlap <= MUCH_OVERLAP
-        small = tile.whole and _variant(work, form).shape != ANY
+        small = _variant(work, form).shape != ANY
         if work.kind == "maxima" and large and not small:
             return f"windows of {LARGE_WINDOW} positions or more with little overlap"
         if tile.planes * prod(form.y_size) > LARGEST:
@@ -109,15 +109,14 @@ class _Variant(NamedTuple):
 
     def compiled(self) -> _Variant:
         """Return what is compiled for it: several are rare and run as a more general one."""
-        lines, _ = self.shape
-        rolls = self.shape == (ROLLING_LINES, ROLLING_LINES) and self.rolling in ROLLING_STEPS
-        rolling = self.rolling if rolls else 0
-        simple = self.simple and lines > 0 and (rolling > 0 or not self.weighted)
-        shape = self.shape
-        if not simple and shape != ANY:
-            # Lines without an instance of their own.
-            shape = ANY if lines == 1 else shape
-        return self._replace(shape=shape, simple=simple, rolling=rolling)
+        lines, _ = shape = self.shape
+        simple = self.simple and lines > 0 and not self.weighted
+        rolls = shape == (ROLLING_LINES, ROLLING_LINES) and self.rolling in ROLLING_STEPS
+        if not simple and lines == 1:
+            shape = ANY  # lines without an instance of their own
+        return self._replace(
+            shape=shape, simple=simple, rolling=self.rolling if simple and rolls else 0
+        )
 
 
 def _variant(work: WindowWork, form: WindowForm) -> _Variant:

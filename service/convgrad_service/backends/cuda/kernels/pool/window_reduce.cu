@@ -188,12 +188,15 @@ extern "C" __global__ void __launch_bounds__(256, MAXIMA ? 2 : WIDTH == 8 || siz
   const int met = INNER ? lanes : lanes / 32;  // that have not met in a warp
   if (met > 1) {
     __shared__ Part shared[256];
-    shared[thread] = whole;
-    __syncthreads();
-    if (lane == 0) {
-      for (int part = 1; part < met; ++part) {
-        whole.meet(shared[INNER ? (part << items_log) + own : (own << lanes_log) + part * 32]);
-      }
+    // Lanes that are left meet in pairs.
+    const int apart = INNER ? 1 << items_log : 32, place = INNER ? lane : lane % 32 == 0 ? lane / 32 : met;
+    if (place < met) shared[thread] = whole;
+#pragma unroll 1
+    for (int half = met / 2; half > 0; half /= 2) {
+      __syncthreads();
+      if (place >= half) continue;
+      whole.meet(shared[thread + half * apart]);
+      shared[thread] = whole;
     }
   }
   if (lane != 0 || !exists) return;
@@ -204,10 +207,11 @@ extern "C" __global__ void __launch_bounds__(256, MAXIMA ? 2 : WIDTH == 8 || siz
   const i64 to = (item.group * outputs + position) * args.inner + item.vector * WIDTH;
   Values values;
 #if MAXIMA
-  // Keep the element itself, so that a NaN keeps its bits.
 #pragma unroll
   for (int v = 0; v < WIDTH; ++v) {
-    values.at[v] = x[static_cast<i64>(whole.where[v]) * args.inner + v];
+    values.at[v] = narrow<T>(whole.value[v]);
+    // A NaN keeps its bits.
+    if (whole.value[v] != whole.value[v]) values.at[v] = x[static_cast<i64>(whole.where[v]) * args.inner + v];
   }
   store_positions(args, lead, to, whole.where);
   if (args.y != nullptr) values.store(static_cast<T*>(args.y) + to);

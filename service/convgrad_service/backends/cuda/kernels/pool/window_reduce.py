@@ -25,8 +25,9 @@ from convgrad_service.plans.cuda.works import WindowWork
 __all__ = ["WindowReduce"]
 
 BLOCK = 256
-# With smaller windows one thread per window is faster; with more overlap, sums of lines are.
-LEAST_WINDOW = 24
+# With smaller windows one thread per window is faster, for maxima channels first more often; with
+# more overlap, sums of lines are.
+LEAST_WINDOW, LEAST_OF_MAXIMA = 24, 50
 MOST_OVERLAP = 4
 # Channels first, the lines of smaller windows are summed in shared memory.
 LEAST_OF_LINES = 128
@@ -49,8 +50,9 @@ class WindowReduce(Solver[WindowWork, WindowForm]):
             return "a gradient whose windows differ in size"
         if form.dilated:
             return "dilated"
-        if form.most_window < LEAST_WINDOW:
-            return f"windows of fewer than {LEAST_WINDOW} positions"
+        least = LEAST_OF_MAXIMA if work.kind == "maxima" and not form.last else LEAST_WINDOW
+        if form.most_window < least:
+            return f"windows of fewer than {least} positions"
         if form.overlap > MOST_OVERLAP:
             return f"positions in more than {MOST_OVERLAP} windows"
         large = form.last or form.one_line or form.most_window > LEAST_OF_LINES

@@ -8,6 +8,7 @@ from convgrad.dtypes import FLOATING, DType
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES
 from convgrad_service.backends.cuda.kernels.pool.window_form import (
+    MIXED,
     MOVED,
     FromIndices,
     WindowForm,
@@ -55,12 +56,9 @@ class WindowRoutes(FromIndices[WindowForm]):
         )
 
     def instances(self) -> Iterable[Instance]:
-        # Sums of one stage of a pooling are of wider types than its input.
         dtypes = [(one, one) for one in (MOVED.values() if self._moves else FLOATING)]
         if not self._moves:
-            halves = (DType.FLOAT16, DType.BFLOAT16)
-            mixed = [(half, DType.FLOAT32) for half in halves]
-            dtypes += [pair for one in mixed for pair in (one, one[::-1])]
+            dtypes += MIXED
         found = []
         for source, dtype in dtypes:
             most = CHUNK_BYTES // dtype.itemsize

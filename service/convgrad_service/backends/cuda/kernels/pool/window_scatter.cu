@@ -13,7 +13,7 @@
 // by whole positions.
 // Block: at least as many threads as a round has windows, 128 to 256. Dynamic shared memory: the cells, the positions of
 // windows along each axis, and of each round how far its windows are from the first round's.
-// VECTOR: adjacent elements of `inner` of a thread, aligned.
+// VECTOR: adjacent elements of `inner` of a thread, aligned. SOURCE: the type of x.
 // Deterministic, no atomics: the order of additions follows from the windows' numbers, however the tile is
 // chosen. Memory-safe for any index. Preconditions: if `inner` is 1, cells are in the order of y's elements.
 // Index limits: elements of an image of x and of y below 2^31; offsets in 64 bits.
@@ -55,13 +55,13 @@ struct ScatterArgs {
 using Content = int;
 struct Cell {
   Content content;  // one more than the number of the last window in the plane
-  __device__ __forceinline__ void meet(T, int number) { content = max(content, number + 1); }
+  __device__ __forceinline__ void meet(SOURCE, int number) { content = max(content, number + 1); }
 };
 #else
 using Content = S;
 struct Cell {
   Content content;  // the sum
-  __device__ __forceinline__ void meet(T value, int) { content += widen(value); }
+  __device__ __forceinline__ void meet(SOURCE value, int) { content += widen(value); }
 };
 #endif
 
@@ -173,10 +173,10 @@ extern "C" __global__ void __launch_bounds__(256, kBlocks)
   const i64 own_element = (first_plane + own_plane) * x_plane + static_cast<i64>(own_number) * windows.inner +
                           lead_channel + channel;
   // Two numbers to the compiler, which would otherwise add up each load's address in 64 bits.
-  i64 own_indices = own_element * static_cast<int>(sizeof(INDEX)), own_x = own_element * static_cast<int>(sizeof(T));
+  i64 own_indices = own_element * static_cast<int>(sizeof(INDEX)), own_x = own_element * static_cast<int>(sizeof(SOURCE));
   asm volatile("" : "+l"(own_indices), "+l"(own_x));
   auto indices = reinterpret_cast<const INDEX*>(static_cast<const char*>(windows.indices) + own_indices);
-  auto x = reinterpret_cast<const T*>(static_cast<const char*>(windows.x) + own_x);
+  auto x = reinterpret_cast<const SOURCE*>(static_cast<const char*>(windows.x) + own_x);
 #if SIMPLE
   // The first position of a thread's first window, and the length of windows.
   int low[3], length[3];
@@ -236,7 +236,7 @@ extern "C" __global__ void __launch_bounds__(256, kBlocks)
     const auto add = [&](auto batch, int first) {
       constexpr int kBatch = decltype(batch)::value;
       Vector<INDEX, VECTOR> found[kBatch];
-      [[maybe_unused]] Vector<T, VECTOR> values[kBatch];
+      [[maybe_unused]] Vector<SOURCE, VECTOR> values[kBatch];
 #pragma unroll
       for (int b = 0; b < kBatch; ++b) {
         const int4 at = step_at[first + b];
@@ -283,7 +283,7 @@ extern "C" __global__ void __launch_bounds__(256, kBlocks)
           const u32 target = targets[b][v];
           if (target == kNone) continue;
           Cell cell = {element_at<Content>(target)};
-          cell.meet(MOVE ? T{} : values[b].at[v], numbers[b]);
+          cell.meet(MOVE ? SOURCE{} : values[b].at[v], numbers[b]);
           store_element(target, cell.content);
         }
         if (--rounds > 0) continue;

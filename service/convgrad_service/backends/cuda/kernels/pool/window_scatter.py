@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from convgrad_service.backends.cuda.kernels.core.elements import MAX_BLOCKS
 from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES
 from convgrad_service.backends.cuda.kernels.pool.window_form import (
     LARGEST,
+    MIXED,
     MOVED,
     FromIndices,
     WindowForm,
@@ -155,11 +157,11 @@ class WindowScatter(FromIndices[Tile]):
     def solve(self, work: WindowWork, device: CudaDevice) -> Tile | str:
         if work.kind != "routes":
             return "no gradient of maxima"
-        if work.x_dtype not in (None, work.dtype):
-            return "sums of another type"
-        form = WindowForm.of(work)
-        if form.dilated:
-            return "dilated"
+        form, mixed = WindowForm.of(work), work.x_dtype not in (None, work.dtype)
+        if mixed and (form.last or not _simple(form) or work.index_dtype is not DType.INT32):
+            return "sums of another type, but not channels first with 32-bit indices"
+        if form.dilated and (form.last or work.checked):
+            return "dilated, and channels last or with indices to check"
         if prod(form.x_size) * form.inner >= LARGEST:
             return "an image of windows of more than 31 bits"
         if form.last and few_windows(form) and not self._moves:
@@ -210,7 +212,7 @@ class WindowScatter(FromIndices[Tile]):
         threads = max(LEAST_THREADS, ceil_div(tile.threads, WARP) * WARP)
         return Launch(
             _instance(
-                work.dtype,
+                (work.x_dtype or work.dtype, work.dtype),
                 work.index_dtype,
                 (form.y_size[0] > 1, _simple(form), self._moves),
                 tile.vector,
@@ -223,8 +225,8 @@ class WindowScatter(FromIndices[Tile]):
 
     def instances(self) -> Iterable[Instance]:
         dtypes = MOVED.values() if self._moves else FLOATING
-        return [
-            _instance(dtype, index, (sliced, simple, self._moves), vector)
+        found = [
+            _instance((dtype, dtype), index, (sliced, simple, self._moves), vector)
             for dtype in dtypes
             for index in INDEX
             for sliced in (False, True)
@@ -232,6 +234,10 @@ class WindowScatter(FromIndices[Tile]):
             for vector in VECTORS
             if vector == 1 or (simple and dtype.itemsize <= 4 and not sliced and not self._moves)
         ]
+        if not self._moves:
+            pairs = product(MIXED, (False, True))
+            found += [_instance(pair, DType.INT32, (one, True, False), 1) for pair, one in pairs]
+        return found
 
 
 def few_windows(form: WindowForm) -> bool:
@@ -303,11 +309,14 @@ def _simple(form: WindowForm) -> bool:
     return all(axis.unit == 1 and axis.step > 0 for axis in form.counted)
 
 
-def _instance(dtype: DType, index: DType, kind: tuple[bool, bool, bool], vector: int) -> Instance:
+def _instance(
+    dtypes: tuple[DType, DType], index: DType, kind: tuple[bool, bool, bool], vector: int
+) -> Instance:
     sliced, simple, moves = kind
-    element = MOVED[dtype.itemsize] if moves else dtype
+    source, element = (MOVED[one.itemsize] if moves else one for one in dtypes)
     return Instance.of(
         "pool/window_scatter.cu",
+        SOURCE=source,
         ELEMENT=element,
         INDEX=index,
         SLICED=sliced,

@@ -1,11 +1,11 @@
 // Gradients of poolings whose windows are adjacent, and max unpooling: each position of y is in at
 // most one window. Launched by window_tiles.py.
 //
-// MODE 0: y[i] = x[window of i] / divisor, the gradient of average pooling.
-// MODE 1: y[i] = x[window of i] if the window's index is i, else 0: the gradient of max pooling.
-// MODE 2: like MODE 1, for max unpooling; invalid indices set bad[1].
+// y[i] = x[window of i] / divisor, the gradient of average pooling; with MOVE x[window of i] if the window's
+// index is i, else 0: the gradient of max pooling, and max unpooling.
 // A window has `tile` positions along each axis; positions past the last window get zero. If `bad` is
-// not null, the thread with a window's first position checks its index as window_routes.cu does.
+// not null, the thread with a window's first position checks its index: one beyond the plane sets it, another
+// outside the window sets `misplaced`.
 // KIND 0, channels last: a thread reads WIDTH channels of a window once and stores them to the
 // window's positions, or to a part of them along the last axis, which blockIdx.z selects.
 // KIND 1, channels first: WIDTH adjacent positions of a row, in all rows of their windows, in TOGETHER
@@ -31,6 +31,7 @@ struct TilesArgs {
   void* y;
   const void* indices;
   u64* bad;
+  u64* misplaced;
   int tile[3];
   int x_size[3];
   int y_size[3];
@@ -54,14 +55,14 @@ struct Given {
 
   // What a position of the window receives.
   __device__ __forceinline__ T at(const TilesArgs& args, int position) const {
-    if constexpr (MODE != 0) return index == position ? value : T{};
+    if constexpr (MOVE) return index == position ? value : T{};
     const S by = static_cast<S>(args.divisor), reciprocal = static_cast<S>(args.reciprocal);
     return narrow<T>(divided<T>(widen(value), by, reciprocal));
   }
 };
 
 __device__ __forceinline__ void check(const TilesArgs& args, int index, const int (&window)[3]) {
-  if (MODE == 0 || args.bad == nullptr) return;
+  if (!MOVE || args.bad == nullptr) return;
   const i64 plane = static_cast<i64>(args.y_size[0]) * args.y_size[1] * args.y_size[2];
   const bool exists = index >= 0 && index < plane;
   bool good = exists;
@@ -73,7 +74,7 @@ __device__ __forceinline__ void check(const TilesArgs& args, int index, const in
     good &= into >= 0 && into < args.tile[axis];
     rest = outer;
   }
-  if (!good) args.bad[MODE == 2 && exists] = 1;  // all writers write the same value
+  if (!good) *(exists ? args.misplaced : args.bad) = 1;  // all writers write the same value
 }
 
 // Elements of adjacent windows as they are in memory, so that all are loaded before the first is used.
@@ -84,11 +85,11 @@ struct Loaded {
 
   __device__ __forceinline__ void load(const TilesArgs& args, i64 at) {
     values = Vector<T, kCount>::load(static_cast<const T*>(args.x) + at);
-    if constexpr (MODE != 0) indices.load(args.indices, at, args.wide_indices);
+    if constexpr (MOVE) indices.load(args.indices, at, args.wide_indices);
   }
   __device__ __forceinline__ Given given(const TilesArgs& args, int e, bool there) const {
     if (!there) return {T{}, -1};
-    return {values.at[e], MODE != 0 ? indices.at(e, args.wide_indices) : -1};
+    return {values.at[e], MOVE ? indices.at(e, args.wide_indices) : -1};
   }
 };
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 from typing import Any
 
@@ -31,7 +32,6 @@ BLOCK = 128
 # Positions along the last axis that a thread stores to, channels last.
 PART = 16
 CHANNELS, ROWS, PLANES = 0, 1, 2
-SPREAD, ROUTE, MOVE = 0, 1, 2
 # Positions of a row in a window for which windows are loaded as vectors.
 EACH = (2, 4)
 # Planes of a thread that computes rows; fewer where their stores would be too many streams.
@@ -126,9 +126,8 @@ class WindowTiles(FromIndices[Tiles]):
         args.inner, args.batch = form.inner, form.batch
         args.by_vectors, args.by_tile = divider_of(vectors), divider_of(found.tile[2])
         threads = form.y_size[2] if kind == PLANES else vectors * prod(items)
-        mode = SPREAD if work.kind == "sums" else MOVE if self._moves else ROUTE
-        lines = prod(found.tile[:2])
-        together = _together(work.dtype, mode, width, each, lines) if kind == ROWS else 1
+        moves, lines = work.kind == "routes", prod(found.tile[:2])
+        together = _together(work.dtype, moves, width, each, lines) if kind == ROWS else 1
         batch = ceil_div(form.batch, together)
         args.chunk = min(batch, (LARGEST - 2**16) // threads)
         if 16 <= args.chunk < batch:
@@ -137,55 +136,50 @@ class WindowTiles(FromIndices[Tiles]):
         if kind == PLANES:
             args.threads = ceil_div(args.threads, width)
         args.wide_indices = work.index_dtype is DType.INT64
+        args.misplaced = 8 if self._moves else 0
         args.divisor, args.reciprocal = form.divisor, 1.0 / form.divisor
         grid = ceil_div(args.threads, BLOCK), ceil_div(batch, args.chunk), parts
-        indices = None if mode == SPREAD else work.indices
         return Launch(
-            _instance(work.dtype, (kind, width, each, together), mode),
+            _instance(work.dtype, (kind, width, each, together), moves),
             grid,
             (BLOCK, 1, 1),
-            pack(args, x=work.x, y=work.y, indices=indices, bad=bad),
+            pack(args, x=work.x, y=work.y, indices=work.indices, bad=bad, misplaced=bad),
         )
 
     def instances(self) -> Iterable[Instance]:
-        modes = (MOVE,) if self._moves else (SPREAD, ROUTE)
         found = []
-        for dtype in MOVED.values() if self._moves else FLOATING:
+        moved = product(MOVED.values(), (True,))
+        for dtype, moves in (*moved, *product(FLOATING, (False,))):
             wide = CHUNK_BYTES // dtype.itemsize
             powers = [2**log for log in range(wide.bit_length())]
-            for mode in modes:
-                shapes = [(CHANNELS, width, 0, 1) for width in widths(dtype)]
-                if mode != ROUTE:
-                    shapes.append((PLANES, wide, 0, 1))
-                known = (0, *EACH) if dtype in SMALL else (0,)
-                sides = [(width, each) for width in powers for each in known if width >= each]
-                rows = {
-                    (*side, _together(dtype, mode, *side, lines))
-                    for side in sides
-                    for lines in (1, 2)
-                }
-                shapes += [(ROWS, *row) for row in sorted(rows)]
-                found += [_instance(dtype, shape, mode) for shape in shapes]
+            shapes = [*((CHANNELS, width, 0, 1) for width in widths(dtype)), (PLANES, wide, 0, 1)]
+            known = (0, *EACH) if dtype in SMALL else (0,)
+            sides = [(width, each) for width in powers for each in known if width >= each]
+            rows = {
+                (*side, _together(dtype, moves, *side, lines)) for side in sides for lines in (1, 2)
+            }
+            shapes += [(ROWS, *row) for row in sorted(rows)]
+            found += [_instance(dtype, shape, moves) for shape in shapes]
         return found
 
 
-def _together(dtype: DType, mode: int, width: int, each: int, lines: int) -> int:
+def _together(dtype: DType, moves: bool, width: int, each: int, lines: int) -> int:
     """Return the planes of a thread that computes rows of windows of ``lines`` lines."""
     chunks = width * dtype.itemsize == CHUNK_BYTES
     streams = chunks and each > 0 and dtype.itemsize > 2
-    if mode == SPREAD:
-        streams = chunks or each > 0
+    if not moves:
+        streams = chunks or (each > 0 and width * dtype.itemsize > 4)
     return 1 if streams and lines > 1 else TOGETHER
 
 
-def _instance(dtype: DType, shape: tuple[int, ...], mode: int) -> Instance:
+def _instance(dtype: DType, shape: tuple[int, ...], moves: bool) -> Instance:
     kind, width, each, together = shape
     return Instance.of(
         "pool/window_tiles.cu",
-        ELEMENT=MOVED[dtype.itemsize] if mode == MOVE else dtype,
+        ELEMENT=MOVED[dtype.itemsize] if moves else dtype,
         KIND=kind,
         WIDTH=width,
-        MODE=mode,
+        MOVE=moves,
         EACH=each,
         TOGETHER=together,
     )
