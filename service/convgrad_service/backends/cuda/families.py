@@ -145,7 +145,8 @@ _DEPTHWISE: _Alternatives = (
 )
 _DEPTHWISE_WEIGHT: _Alternatives = (
     [DepthwiseWeightRows()],
-    [DepthwiseWeightDirect(), DepthwiseWeight(), DepthwiseWeightMma()],
+    [DepthwiseWeightDirect()],
+    [DepthwiseWeight(), DepthwiseWeightMma()],
 )
 DEPTHWISE = (
     DepthwiseScale(),
