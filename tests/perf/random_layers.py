@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from math import prod
 from typing import Any
 
-__all__ = ["random_depthwise_layers", "random_few_channel_layers", "random_layers"]
+__all__ = ["random_any_depthwise_layers", "random_depthwise_layers", "random_few_channel_layers"]
+__all__ += ["random_layers"]
 
 # How often a network has such a layer: the kernel, its stride, its dilation.
 KERNELS = (
@@ -193,3 +194,69 @@ def _depthwise_layer(draw: random.Random) -> dict[str, Any] | None:
         "padding": [k // 2 for k in kernels],
         "dilation": [1] * ndim,
     }
+
+
+# Depthwise layers of any geometry: how often each kind is drawn, and its kernels.
+ANY_DEPTHWISE = {
+    "square": (10, tuple((k, k) for k in (2, 3, 3, 3, 4, 5, 5, 7, 7, 9, 11, 13))),
+    "row": (2, tuple((1, k) for k in (3, 5, 7, 11, 15, 21, 31))),
+    "column": (2, tuple((k, 1) for k in (3, 5, 7, 11, 15, 21, 31))),
+    "signal": (2, tuple((k,) for k in (3, 4, 5, 7, 9, 15, 31))),
+    "volume": (2, ((3, 3, 3), (3, 3, 3), (1, 3, 3), (3, 1, 1), (5, 5, 5), (1, 5, 5), (3, 5, 5))),
+    "dilated": (1, ((3, 3), (5, 5), (3, 5))),
+    "several": (1.5, ((3, 3), (5, 5), (7, 7))),
+    "long_stride": (1.5, ((3, 3), (4, 4), (5, 5), (7, 7), (8, 8))),
+}
+
+
+def random_any_depthwise_layers(seed: int, count: int) -> Iterator[dict[str, Any]]:
+    """As `random_depthwise_layers`, also kernels of one row or column, in volumes, dilated, with
+    several outputs per channel and strides of 3 to 5."""
+    draw = random.Random(seed)
+    weights = [weight for weight, _ in ANY_DEPTHWISE.values()]
+    while count > 0:
+        kind = draw.choices(list(ANY_DEPTHWISE), weights)[0]
+        kernels = draw.choice(ANY_DEPTHWISE[kind][1])
+        size, stride = draw.choice(SIZES), draw.choices((1, 2), (7, 3))[0]
+        dilation, factor = 1, 1
+        multiple = draw.choices((8, 4, 2, 1), (16, 3, 2, 1.5))[0]
+        channels = max(multiple, int(2 ** draw.uniform(3.5, 10.5)) // multiple * multiple)
+        sizes = [size] * len(kernels)
+        if kind == "signal":
+            sizes = [draw.choice((49, 100, 196, 500, 784, 1500, 3136))]
+        elif kind == "volume":
+            sizes = [min(size, 8), min(size, 28), min(size, 28)]
+        elif kind == "dilated":
+            dilation, stride = draw.choice((2, 3, 4)), 1
+        elif kind == "several":
+            factor = draw.choice((2, 3, 4))
+        elif kind == "long_stride":
+            stride = draw.choice((3, 4, 4, 5))
+        strides = [1 if kernel == 1 else stride for kernel in kernels]
+        pads = [dilation * (kernel - 1) // 2 for kernel in kernels]
+        out = [
+            (one + 2 * pad - dilation * (kernel - 1) - 1) // step + 1
+            for one, pad, kernel, step in zip(sizes, pads, kernels, strides, strict=True)
+        ]
+        batch = draw.choice((1, 1, 2, 8, 16, 32, 64, 128))
+        if min(out) < 1 or batch * channels * factor * prod(sizes) > MOST_ELEMENTS / 3:
+            continue
+        count -= 1
+        shape, taps = ("x".join(map(str, values)) for values in (sizes, kernels))
+        yield {
+            "name": f"dw{channels}x{factor}_{shape}_k{taps}_s{stride}_d{dilation}_n{batch}",
+            "class": "depthwise",
+            "kind": "conv",
+            "networks": {},
+            "ndim": len(kernels),
+            "N": batch,
+            "C": channels,
+            "K": channels * factor,
+            "groups": channels,
+            "input_size": sizes,
+            "output_size": out,
+            "kernel_size": list(kernels),
+            "stride": strides,
+            "padding": pads,
+            "dilation": [dilation] * len(kernels),
+        }

@@ -12,7 +12,13 @@ import pytest
 from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.backends.cuda.kernels.depthwise import depthwise_direct
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_direct import DepthwiseDirect
-from convgrad_service.backends.cuda.kernels.depthwise.depthwise_direct_model import DirectLayout
+from convgrad_service.backends.cuda.kernels.depthwise.depthwise_direct_model import (
+    DirectLayout,
+    expected_s,
+    layouts_of,
+)
+from convgrad_service.plans.cuda.device import CudaDevice
+from convgrad_service.plans.cuda.works import ConvWork
 from tests.emulator.backend import EmulatedBackend, works_here
 from tests.support.kernels.depthwise_cases import compare, layer
 from tests.support.kernels.harness import answers, check, drawn, problem_and_tensors, with_layouts
@@ -106,6 +112,22 @@ def test_layers_in_planes(seed: int, case: Case, dtype: str) -> None:
         check(found, wanted, gate, f"seed {seed}, {case.id} {dtype}")
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_turned_planes(monkeypatch: pytest.MonkeyPatch, seed: int, case: Case, dtype: str) -> None:
+    """With H and W exchanged, whether or not that should be faster."""
+
+    def best_turned(work: ConvWork, device: CudaDevice) -> DirectLayout:
+        every = [one for one in layouts_of(work) if one.turned]
+        return min(every or layouts_of(work), key=lambda one: expected_s(work, device, one))
+
+    monkeypatch.setattr(depthwise_direct, "best_layout", best_turned)
+    emulated = only(DepthwiseDirect(in_planes=True, most_summed=8))
+    tensors, wanted = drawn(seed, case, dtype, "exact")
+    found = answers(emulated, case, tensors, with_layouts(case.ndim, grouped=False)[1])
+    check(found, wanted, "exact", f"seed {seed}, {case.id} {dtype}")
+
+
 @pytest.mark.parametrize(
     "layout",
     [
@@ -139,25 +161,26 @@ def test_images_that_a_grid_does_not_hold(
         assert_same_bits(array, whole[name])
 
 
-@pytest.mark.parametrize("name", ["3x3", "stride_2", "channels_13", "3d", "11x11"])
-def test_added_to_a_tensor(emulated: EmulatedBackend, seed: int, name: str) -> None:
+@pytest.mark.parametrize("in_planes", [False, True])
+@pytest.mark.parametrize("name", ["3x3", "stride_2", "channels_13", "3d", "11x11", "row_of_taps"])
+def test_added_to_a_tensor(seed: int, name: str, in_planes: bool) -> None:
     conv = LAYERS[name]
     case = FROM_CONV["conv_bwd_data"](name, conv).with_tensor("accumulate", conv.input_shape)
     added = case.with_params("bilinear", alpha=2.0, beta=-0.25)
     tensors, wanted = drawn(seed, added, "bfloat16", "exact")
-    found = answers(emulated, added, tensors, with_layouts(case.ndim, grouped=False)[2])
+    layout = with_layouts(case.ndim, grouped=False)[1 if in_planes else 2]
+    found = answers(only(DepthwiseDirect(in_planes=in_planes)), added, tensors, layout)
     check(found, wanted, "exact", f"seed {seed}, {added.id}")
 
 
+@pytest.mark.parametrize("layout", ["NHWC", "NCHW"])
 @pytest.mark.parametrize(
     "case",
-    [case for case in CASES if case.name in ("3x3", "stride_2", "stride_3")],
+    [case for case in CASES if case.name in ("3x3", "stride_2", "stride_3", "row_of_taps")],
     ids=lambda case: case.id,
 )
-def test_what_is_not_finite_stays_in_its_channel(
-    emulated: EmulatedBackend, seed: int, case: Case
-) -> None:
-    check_rule(emulated, seed, case, "bfloat16", "NHWC")
+def test_what_is_not_finite_stays_in_its_channel(seed: int, case: Case, layout: str) -> None:
+    check_rule(only(DepthwiseDirect(in_planes=layout == "NCHW")), seed, case, "bfloat16", layout)
 
 
 def test_what_is_not_finite_stays_in_the_channel_that_sums_it(seed: int) -> None:

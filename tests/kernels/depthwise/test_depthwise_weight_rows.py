@@ -11,11 +11,17 @@ from dataclasses import replace
 import pytest
 
 from convgrad_service.backends.cuda.families import FAMILIES
+from convgrad_service.backends.cuda.kernels.depthwise import depthwise_weight_rows
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_rows import (
+    WHOLE_COLUMNS,
     DepthwiseWeightRows,
     RowsLayout,
     RowsTile,
+    expected_s,
+    layouts_of,
 )
+from convgrad_service.plans.cuda.device import CudaDevice
+from convgrad_service.plans.cuda.works import ConvWork
 from tests.emulator.backend import EmulatedBackend, works_here
 from tests.support.kernels.depthwise_cases import compare, layer
 from tests.support.kernels.harness import answers, check, drawn, with_layouts
@@ -79,6 +85,38 @@ def test_layers_in_planes(seed: int, case: Case, dtype: str) -> None:
         check(found, wanted, gate, f"seed {seed}, {case.id} {dtype}")
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_turned_planes(monkeypatch: pytest.MonkeyPatch, seed: int, case: Case, dtype: str) -> None:
+    """With H and W exchanged, whether or not that should be faster."""
+
+    def best_turned(work: ConvWork, device: CudaDevice) -> RowsLayout:
+        every = list(layouts_of(work, device))
+        turned = [one for one in every if one.turned]
+        return min(turned or every, key=lambda one: expected_s(work, device, one))
+
+    monkeypatch.setattr(depthwise_weight_rows, "_best", best_turned)
+    tensors, wanted = drawn(seed, case, dtype, "exact")
+    layout = with_layouts(case.ndim, grouped=False)[1]
+    found = answers(only(DepthwiseWeightRows(in_planes=True)), case, tensors, layout)
+    check(found, wanted, "exact", f"seed {seed}, {case.id} {dtype}")
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize(("kernel", "stride"), [(3, 1), (5, 1), (7, 1), (3, 2), (5, 2), (7, 2)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_all_rows_of_a_thread(
+    seed: int, kernel: int, stride: int, turned: bool, dtype: str
+) -> None:
+    tile = RowsTile(kernel, stride, WHOLE_COLUMNS[stride], 1, kernel)
+    family = DepthwiseWeightRows(RowsLayout(tile, 8, 1, 3, turned), in_planes=True)
+    conv = layer(3, 11, (19, 10), (kernel, kernel), stride, kernel // 2)
+    case = FROM_CONV["grouped_conv_bwd_weight"]("square", conv)
+    tensors, wanted = drawn(seed, case, dtype, "exact")
+    check(answers(only(family), case, tensors, "NCHW"), wanted, "exact", f"seed {seed}, {case.id}")
+    check_rule(only(family), seed, case, dtype, "NCHW")
+
+
 @pytest.mark.parametrize("blocks", [1, 2, 3, 8, 11])
 @pytest.mark.parametrize(("vectors", "tap_rows"), [(12, 3), (24, 5), (8, 1)])
 def test_every_reduction(seed: int, blocks: int, vectors: int, tap_rows: int) -> None:
@@ -87,10 +125,10 @@ def test_every_reduction(seed: int, blocks: int, vectors: int, tap_rows: int) ->
     compare(only(family), seed, case, "bfloat16", "exact")
 
 
+@pytest.mark.parametrize("layout", ["NHWC", "NCHW"])
 @pytest.mark.parametrize(
     "case", [case for case in CASES if case.name in ("3x3", "5x5_stride_2")], ids=lambda c: c.id
 )
-def test_what_is_not_finite_stays_in_its_channel(
-    emulated: EmulatedBackend, seed: int, case: Case
-) -> None:
-    check_rule(emulated, seed, case, "bfloat16", "NHWC")
+def test_what_is_not_finite_stays_in_its_channel(seed: int, case: Case, layout: str) -> None:
+    backend = only(DepthwiseWeightRows(in_planes=layout == "NCHW"))
+    check_rule(backend, seed, case, "bfloat16", layout)

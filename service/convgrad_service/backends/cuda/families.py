@@ -154,7 +154,8 @@ _DEPTHWISE: _Alternatives = (
 )
 _DEPTHWISE_WEIGHT: _Alternatives = (
     [DepthwiseWeightRows()],
-    [DepthwiseWeightDirect(), DepthwiseWeight(), DepthwiseWeightMma()],
+    [DepthwiseWeightDirect()],
+    [DepthwiseWeight(), DepthwiseWeightMma()],
 )
 DEPTHWISE = (
     DepthwiseScale(),

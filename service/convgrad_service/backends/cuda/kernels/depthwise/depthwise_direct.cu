@@ -18,7 +18,8 @@
 // own, KERNEL at a time; BACKWARD is 0, and `backward` says which.
 // Block: `vectors` vectors of channels, then positions; with in_planes, the other way round. Grid: tiles
 // of channels, positions.
-// Shared memory: the weights of the tile's channels as they are in memory. A thread's are an odd number
+// Shared memory: the weights of the tile's channels as they are in memory, or with H and W exchanged
+// (`transposed`); then, if `staged`, a row of results of each thread. A thread's are an odd number
 // of words apart where the number of taps is odd, so that reads have no conflicts.
 // Deterministic: sums are in the order of x's rows, then columns (ROWS = 0: of t, r and parts, then
 // columns). Padding is read as zeros.
@@ -30,6 +31,43 @@
 #include "ptx/pdl.cuh"
 
 using namespace convgrad;
+
+namespace {
+
+// Stores results such that adjacent threads have adjacent ones: those of a row of a warp's threads
+// pass through shared memory.
+template <class Inside>
+__device__ __forceinline__ void store_staged(const DepthwiseDirectArgs& args, T* stage, i64 start,
+                                             int pitch,
+                                             const float (&sums)[kOwnRows][kOwnColumns][VECTOR],
+                                             const Inside& inside) {
+  constexpr u32 kAll = 0xffffffffu;
+  const int lane = threadIdx.x % 32;
+  stage += threadIdx.x / 32 * (32 * kOwnColumns);
+#pragma unroll
+  for (int a = 0; a < kOwnRows; ++a) {
+    u32 valid = 0;
+#pragma unroll
+    for (int b = 0; b < kOwnColumns; ++b) {
+      stage[lane * kOwnColumns + b] = narrow<T>(sums[a][b][0]);
+      valid |= static_cast<u32>(inside(a, b)) << b;
+    }
+    __syncwarp();
+#pragma unroll
+    for (int j = 0; j < kOwnColumns; ++j) {
+      const int i = j * 32 + lane, from = i / kOwnColumns, b = i - from * kOwnColumns;
+      const i64 row = __shfl_sync(kAll, start, from);
+      Vector<T, 1> result;
+      result.at[0] = stage[i];
+      store_if(__shfl_sync(kAll, valid, from) >> b & 1, static_cast<T*>(args.y) + (row + b * pitch),
+               result.raw);
+    }
+    __syncwarp();
+    start += args.y_stride[2];
+  }
+}
+
+}  // namespace
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     depthwise_direct(const __grid_constant__ DepthwiseDirectArgs args) {
@@ -43,7 +81,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
   const Raw* const weights_of_tile = static_cast<const Raw*>(args.w) + first_channel / VECTOR * taps;
   T* const all_weights = reinterpret_cast<T*>(shared);
   const auto keep_weights = [&](int word, Raw raw) {
-    if (!args.flipped) {
+    if (!args.flipped && !(VECTOR == 1 && args.transposed)) {
       reinterpret_cast<Raw*>(all_weights)[word] = raw;
       return;
     }
@@ -51,8 +89,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     weights.raw = raw;
 #pragma unroll
     for (int v = 0; v < VECTOR; ++v) {
-      const int at = word * VECTOR + v, row = divide(at, args.by_period);
-      all_weights[(2 * row + 1) * args.period - 1 - at] = weights.at[v];
+      int at = word * VECTOR + v;
+      if (VECTOR == 1 && args.transposed) {
+        const int plane = divide(at, args.by_plane) * (args.kernel[1] * args.kernel[2]);
+        const int column = divide(at - plane, args.by_rows);
+        at = plane + (at - plane - column * args.kernel[1]) * args.kernel[2] + column;
+      }
+      if (args.flipped) at = (2 * divide(at, args.by_period) + 1) * args.period - 1 - at;
+      all_weights[at] = weights.at[v];
     }
   };
   Raw early[kEarly];
@@ -66,11 +110,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
   const int place = own.place, vector = own.vector;
   const int c = first_channel + vector * VECTOR, position = blockIdx.y * args.places + place;
   const bool active = place < args.places && position < args.positions && c < args.channels;
-  const int line = divide(position, args.by_across), plane = divide(line, args.by_down);
+  const int line = divide(position, args.by_inner), plane = divide(line, args.by_outer);
+  const int inner = position - line * args.inner, outer = line - plane * args.outer;
   Place at;
   at.n = divide(plane, args.by_planes), at.z = plane - at.n * args.y_size[0];
-  at.row = (line - plane * args.down) * (ROWS > 0 ? ROWS : 1);
-  const int across = position - line * args.across, strip = divide(across, args.by_spread);
+  at.row = (args.down_first ? inner : outer) * (ROWS > 0 ? ROWS : 1);
+  const int across = args.down_first ? outer : inner, strip = divide(across, args.by_spread);
   at.column = strip * COLUMNS * args.spread + (across - strip * args.spread);
   if (!active) at.n = 0;
 
@@ -91,7 +136,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
   float sums[kOwnRows][kOwnColumns][VECTOR] = {};
   mainloop.run(shared + vector * VECTOR * taps * static_cast<int>(sizeof(T)), taps, sums);
 
-  if (!active) return;
+  if (!active && !(VECTOR == 1 && args.staged)) return;
 #if BACKWARD
   if constexpr (ROWS > 0) at.row = (at.row + args.base[0]) * STRIDE - args.pad[1];
   at.column = (at.column + args.base[1]) * STRIDE - args.pad[2];
@@ -102,10 +147,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
                                                at.column * static_cast<int>(args.y_stride[3]) +
                                                channel_offset<VECTOR>(c, args.y_channel));
   const auto inside = [&](int a, int b) {
-    return static_cast<u32>(at.row + a) < static_cast<u32>(args.y_size[1]) &&
+    return (VECTOR > 1 || active) &&
+           static_cast<u32>(at.row + a) < static_cast<u32>(args.y_size[1]) &&
            static_cast<u32>(at.column + b * spread) < static_cast<u32>(args.y_size[2]);
   };
-  if (args.finishes) {
+  if (args.finishes && (VECTOR > 1 || active)) {
     const T* const bias = static_cast<const T*>(args.bias);
     T own_bias[VECTOR] = {};
     if (bias != nullptr) {
@@ -127,6 +173,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         }
       }
       added += args.y_stride[2];
+    }
+  }
+  if constexpr (VECTOR == 1) {
+    if (args.staged) {
+      store_staged(args, all_weights + args.vectors * taps, start, pitch, sums, inside);
+      return;
     }
   }
   T* to = static_cast<T*>(args.y) + start;

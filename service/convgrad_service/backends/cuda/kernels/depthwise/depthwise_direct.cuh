@@ -37,13 +37,17 @@ struct DepthwiseDirectArgs {
   int positions;  // of all images
   int vectors;    // vectors of channels in a tile
   int places;     // positions of a block
-  int across;     // positions of a row
-  int down;       // rows of positions in a plane
-  Divider by_vectors, by_across, by_down, by_planes, by_stride[3], by_period, by_spread, by_multiplier;
+  int inner;      // positions of a row, or with down_first of a column
+  int outer;      // rows or columns of positions in a plane
+  Divider by_vectors, by_inner, by_outer, by_planes, by_stride[3], by_period, by_spread, by_multiplier;
   // With VECTOR = 1: between channels of x and of y, and whether adjacent threads have adjacent positions.
   i64 x_channel, y_channel;
   int in_planes;
   Divider by_places;
+  int down_first;  // adjacent positions are in a column
+  int staged;      // results of adjacent threads are not adjacent, but will be stored so
+  int transposed;  // planes of taps are in memory with H and W exchanged
+  Divider by_rows, by_plane;  // of taps
 };
 
 using T = ELEMENT;

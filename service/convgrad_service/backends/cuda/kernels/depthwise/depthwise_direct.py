@@ -18,18 +18,21 @@ from convgrad_service.backends.cuda.kernels.depthwise.depthwise_direct_model imp
     best_layout,
     down_of,
     expected_s,
+    formed,
     grid_of,
     instance_layouts,
+    own_columns,
     parts_of,
     positions_adjacent,
     read_columns,
+    staged,
 )
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import (
     DTYPES,
     channel_strides_of,
     channels_of,
+    rows_adjacent,
     strides_of,
-    turned,
     why_not_depthwise,
     why_not_images,
 )
@@ -81,13 +84,12 @@ class DepthwiseDirect(Solver[ConvWork, DirectLayout]):
             self.name = f"{self.name}_sums"
 
     def solve(self, work: ConvWork, device: CudaDevice) -> DirectLayout | str:
-        work = turned(work)
         if (reason := why_not_depthwise(work, self._dtypes, in_planes=self._in_planes)) is not None:
             return reason
         summed = work.out_channels if work.direction == "bwd_data" else 1
         if summed > self._most_summed:
             return f"sums over {summed} channels"
-        work = _channels_as_depth(work)
+        given, work = work, formed(work, turn=False)
         if work.out_channels > 1 and work.direction == "bwd_data":
             return f"sums over {summed} channels in three dimensions"
         if work.accumulate is not None and work.accumulate.strides != work.sides[1].strides:
@@ -101,25 +103,29 @@ class DepthwiseDirect(Solver[ConvWork, DirectLayout]):
             return "negative padding"
         if (reason := why_not_images(work, MOST_INDEX)) is not None:
             return reason
-        layout = self._layout or best_layout(work, device)
+        layout = self._layout or best_layout(given, device)
+        work = formed(given, layout.turned)
         if _launched_images(work, layout) == 0:
             return "more blocks of an image than a grid can have"
         return device.why_not_shared(_shared_bytes(work, layout)) or layout
 
     def fragment(self, work: ConvWork, device: CudaDevice, layout: DirectLayout) -> Fragment:
-        work = _channels_as_depth(turned(work))
+        expected = expected_s(work, device, layout)
+        work = formed(work, layout.turned)
         # Several launches, if a grid does not hold all images.
         images = _launched_images(work, layout)
         launches = (
             self._launch(work, layout, first, min(images, work.batch - first))
             for first in range(0, work.batch, images)
         )
-        # All layouts with the whole kernel add in the same order, and so do all others.
+        # All layouts with the whole kernel add in the same order, and so do all others; turned ones
+        # by columns.
+        whole = "whole" if layout.rows and not layout.line else "by rows"
         return Fragment(
             f"{self.name}_{work.direction}",
             tuple(launches),
-            expected_s=expected_s(work, device, layout),
-            order="whole" if layout.rows and not layout.line else "by rows",
+            expected_s=expected,
+            order=f"{whole}, turned" if layout.turned else whole,
         )
 
     def _launch(self, whole: ConvWork, layout: DirectLayout, first: int, images: int) -> Launch:
@@ -145,12 +151,18 @@ class DepthwiseDirect(Solver[ConvWork, DirectLayout]):
         args.stride[:], args.dilation[:] = work.stride, work.dilation
         args.parts, args.part = parts_of(work)
         args.base[:] = [pad // s for pad, s in zip(work.pad[1:], work.stride[1:], strict=True)]
-        args.across, args.down = across_of(work, layout), down_of(work, layout)
-        planes = work.sizes[1][0]
-        args.positions = work.batch * planes * args.down * args.across
+        across, down, planes = across_of(work, layout), down_of(work, layout), work.sizes[1][0]
+        args.down_first = rows_adjacent(work)
+        args.inner, args.outer = (down, across) if args.down_first else (across, down)
+        args.positions = work.batch * planes * down * across
+        args.transposed = layout.turned and min(work.kernel[1:]) > 1
+        args.by_rows, args.by_plane = (
+            divider(work.kernel[1]),
+            divider(work.kernel[1] * work.kernel[2]),
+        )
         args.vectors, args.places = layout.vectors, layout.places
-        args.by_vectors, args.by_across = divider(layout.vectors), divider(args.across)
-        args.by_down, args.by_planes = divider(args.down), divider(planes)
+        args.by_vectors, args.by_inner = divider(layout.vectors), divider(args.inner)
+        args.by_outer, args.by_planes = divider(args.outer), divider(planes)
         for by, stride in zip(args.by_stride, work.stride, strict=True):
             by.factor, by.shift = divider(stride)
         args.spread = apart_of(work)
@@ -160,6 +172,7 @@ class DepthwiseDirect(Solver[ConvWork, DirectLayout]):
         if backward:
             args.x_channel, args.y_channel = args.y_channel, args.x_channel
         args.in_planes, args.by_places = positions_adjacent(work), divider(layout.places)
+        args.staged = staged(work, layout)
         args.x, args.y = (
             first * side.strides[0] * side.dtype.itemsize for side in (source, result)
         )
@@ -183,31 +196,6 @@ class DepthwiseDirect(Solver[ConvWork, DirectLayout]):
         ]
 
 
-def _channels_as_depth(work: ConvWork) -> ConvWork:
-    """Return a gradient that sums over the planes of several output channels as one that sums over
-    as many slices of depth, by as many slices of taps: slice z has tap z."""
-    many, conv = work.out_channels, work.conv
-    flat = work.kernel[0] == work.input[0] == work.output[0] == 1 and work.pad[0] == 0
-    if many == 1 or work.direction != "bwd_data" or not flat:
-        return work
-    zero, y, w = (0, 0), work.y.strides, work.w.strides
-    return replace(
-        work,
-        conv=replace(
-            conv,
-            out_channels=work.groups,
-            input_size=work.input,
-            output_size=(many, *work.output[1:]),
-            kernel_size=(many, *work.kernel[1:]),
-            stride=(1, *work.stride[1:]),
-            padding=(zero, *([zero] * 3 + list(conv.padding))[-2:]),
-            dilation=(-1, *work.dilation[1:]),
-        ),
-        w=replace(work.w, strides=(w[0], 0, w[2], w[1], *w[4:])),
-        y=replace(work.y, strides=(y[0], y[1], 0, y[2], *y[4:])),
-    )
-
-
 def _launched_images(work: ConvWork, layout: DirectLayout) -> int:
     """Return the images of a launch; 0 if a grid does not hold the blocks of one."""
     positions = work.sizes[1][0] * down_of(work, layout) * across_of(work, layout)
@@ -229,7 +217,12 @@ def _contiguous(work: ConvWork) -> bool:
 
 
 def _shared_bytes(work: ConvWork, layout: DirectLayout) -> int:
-    return layout.vectors * layout.vector * work.taps * work.dtype.itemsize
+    """Return the bytes of weights, and of the results of a row of all threads if they are
+    staged."""
+    elements = layout.vectors * layout.vector * work.taps
+    if staged(work, layout):
+        elements += THREADS * own_columns(work, layout)
+    return elements * work.dtype.itemsize
 
 
 def _instance(dtype: DType, backward: bool, layout: DirectLayout) -> Instance:
@@ -244,7 +237,7 @@ def _instance(dtype: DType, backward: bool, layout: DirectLayout) -> Instance:
     else:
         ahead = max(2, min(layout.kernel, MOST_ROW_WORDS // read))
     by_rows = layout.line or not layout.rows
-    crowded = by_rows and ahead * read + layout.columns * layout.vector > MOST_WORDS
+    crowded = by_rows and ahead * read + layout.columns * layout.vector >= MOST_WORDS
     return Instance.of(
         "depthwise/depthwise_direct.cu",
         ELEMENT=dtype,

@@ -13,9 +13,12 @@ from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import (
     bytes_of,
     channel_strides_of,
     channels_of,
+    lines_of,
+    rows_adjacent,
     spread_of,
+    turned,
+    turns_of,
     vector_of,
-    wavefronts,
 )
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import ceil_div
@@ -57,26 +60,26 @@ KERNELS = 3, 5, MOST_COLUMNS
 ANY_STRIDE = 0
 OWN_COLUMNS = Shapes(row_kernels=(3,))
 SHAPES = {
-    1: Shapes(KERNELS, ((1, 4), (2, 7), (4, 4)), KERNELS, (7, 14), (8, 32), (14,)),
+    1: Shapes(KERNELS, ((1, 7), (2, 7), (4, 4)), KERNELS, (7, 14), (8, 16, 32), (7,)),
     2: Shapes(KERNELS, ((1, 4), (2, 4)), KERNELS, (4, 7), (8, 32), (7,)),
     3: Shapes(),
     4: Shapes(),
     ANY_STRIDE: OWN_COLUMNS,
 }
-# Of single channels of 16 bits, which are rare. On 70 layers they are expected to take at most 30 %
-# longer than with all shapes, 2 % on average.
+# Of single channels of 16 bits, mostly in planes: with all shapes, 6 layers in planes were not
+# faster on an H200.
 SINGLE_SHAPES = {
     **SHAPES,
-    1: replace(SHAPES[1], whole=((1, 4), (4, 4)), by_rows=(7,)),
+    1: replace(SHAPES[1], whole=((1, 7), (2, 7)), by_rows=(7,)),
     2: replace(SHAPES[2], whole=((2, 4),), by_rows=(7,)),
 }
 # Of vectors of channels in a tile.
 MOST_VECTORS, FEWER_VECTORS = 32, 16
 PLANES = (1, 2, 4, 8, 16)
 """Channels in a tile if they are in planes."""
-# Instructions of a cache line that a warp reads or writes, of planes; fitted to 76 layers on an
-# H200, on which the choice takes 2 % longer than the faster of planes and copies.
-PLANE_READ, PLANE_RESULT = 1, 14
+# Instructions of a result in planes for each cache line that a warp writes, and of one that passes
+# through shared memory; fitted to 108 configurations of 26 layers on an H200.
+PLANE_RESULT, STAGED_RESULT = 6.5, 26
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +105,11 @@ class Cost:
 
 
 # Fitted on an H200 to 58 and 66 layers; fits to one half erred by 6 % on the other. Kernels of one
-# row cost what whole kernels do, which was not measured.
+# row cost what whole kernels do.
 WHOLE = Cost(4.78e-6, 84, 1.21, 1.54, 3.75, 2.85, 0.992e9, 1.35, 3.99e12, 0.154)
 BY_ROWS = Cost(4.93e-6, 263, 7.0, 0.5, 3.53, 29.5, 1.34e9, 2.6, 4.6e12, 0.438)
 # Each row of taps after the first ones, if nothing else takes longer.
-STEP_S, EARLY_STEPS = 0.6e-6, 3
+STEP_S, EARLY_STEPS = 0.1e-6, 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +122,8 @@ class DirectLayout:
         Columns of taps of an instance, and the stride along W, or ``ANY_STRIDE``.
     line
         Whether the kernel has one row, of at most ``kernel`` columns.
+    turned
+        Whether H and W are exchanged.
     rows, columns
         A thread's results (in dgrad, times the stride); ``rows`` is 0 if they are of one row, and
         rows of taps are taken one at a time.
@@ -133,6 +138,7 @@ class DirectLayout:
     vector: int
     vectors: int
     line: bool = False
+    turned: bool = False
 
     @property
     def places(self) -> int:
@@ -200,6 +206,18 @@ def positions_adjacent(work: ConvWork) -> bool:
     return channel_strides_of(work)[0 if work.direction == "bwd_data" else 1] != 1
 
 
+def own_columns(work: ConvWork, layout: DirectLayout) -> int:
+    """Return the columns of a thread's results."""
+    backward = work.direction == "bwd_data" and layout.stride > 1
+    return layout.columns * (layout.stride if backward else 1)
+
+
+def staged(work: ConvWork, layout: DirectLayout) -> bool:
+    """Return whether results pass through shared memory, as a thread's are adjacent."""
+    adjacent = positions_adjacent(work) and not rows_adjacent(work) and apart_of(work) == 1
+    return adjacent and own_columns(work, layout) > 1
+
+
 def down_of(work: ConvWork, layout: DirectLayout) -> int:
     """Return the rows of positions in a plane of the result."""
     return _positions(work, 1, layout.rows) if layout.rows else work.sizes[1][1]
@@ -236,8 +254,43 @@ def _is_plane(work: ConvWork) -> bool:
     )
 
 
-def layouts_of(work: ConvWork, device: CudaDevice) -> Iterator[DirectLayout]:
+@lru_cache(maxsize=1024)
+def formed(work: ConvWork, turn: bool) -> ConvWork:
+    """Return a work as it is launched: `turned` or not; and a gradient that sums over the planes of
+    several output channels as one that sums over as many slices of depth, by as many slices of
+    taps: slice z has tap z."""
+    if turn:
+        work = turned(work)
+    many, conv = work.out_channels, work.conv
+    flat = work.kernel[0] == work.input[0] == work.output[0] == 1 and work.pad[0] == 0
+    if many == 1 or work.direction != "bwd_data" or not flat:
+        return work
+    zero, y, w = (0, 0), work.y.strides, work.w.strides
+    return replace(
+        work,
+        conv=replace(
+            conv,
+            out_channels=work.groups,
+            input_size=work.input,
+            output_size=(many, *work.output[1:]),
+            kernel_size=(many, *work.kernel[1:]),
+            stride=(1, *work.stride[1:]),
+            padding=(zero, *([zero] * 3 + list(conv.padding))[-2:]),
+            dilation=(-1, *work.dilation[1:]),
+        ),
+        w=replace(work.w, strides=(w[0], 0, w[2], w[1], *w[4:])),
+        y=replace(work.y, strides=(y[0], y[1], 0, y[2], *y[4:])),
+    )
+
+
+def layouts_of(work: ConvWork) -> Iterator[DirectLayout]:
     """Yield the configurations that may be the fastest."""
+    for turn in turns_of(work):
+        for layout in _layouts(formed(work, turn)):
+            yield replace(layout, turned=turn)
+
+
+def _layouts(work: ConvWork) -> Iterator[DirectLayout]:
     vector, stride = vector_of(work), instance_stride(work)
     all_vectors = ceil_div(channels_of(work), vector)
     sizes = set()
@@ -266,12 +319,14 @@ def layouts_of(work: ConvWork, device: CudaDevice) -> Iterator[DirectLayout]:
 @lru_cache(maxsize=1024)
 def best_layout(work: ConvWork, device: CudaDevice) -> DirectLayout:
     """Return the configuration with the least predicted time."""
-    return min(layouts_of(work, device), key=lambda one: expected_s(work, device, one))
+    return min(layouts_of(work), key=lambda one: expected_s(work, device, one))
 
 
 def expected_s(work: ConvWork, device: CudaDevice, layout: DirectLayout) -> float:
     """Return the predicted time of a configuration."""
-    backward, cost = work.direction == "bwd_data", WHOLE if layout.rows else BY_ROWS
+    work = formed(work, layout.turned)
+    backward = work.direction == "bwd_data"
+    cost = WHOLE if layout.rows else BY_ROWS
     read = read_columns(layout, backward)
     scale = max(1, layout.stride) if backward else 1
     results, products = layout.columns * scale, layout.columns * layout.kernel * layout.vector
@@ -289,12 +344,12 @@ def expected_s(work: ConvWork, device: CudaDevice, layout: DirectLayout) -> floa
         for rows, stride in zip(work.kernel[:2], work.stride[:2], strict=True):
             steps *= rows / stride if backward else rows
             most_steps *= ceil_div(rows, stride) if backward else rows
-    of_read, of_result = cost.read, cost.result
-    if positions_adjacent(work):
-        apart = layout.columns if apart_of(work) == 1 else 1
-        of_read += PLANE_READ * wavefronts(apart * (1 if backward else work.stride[2]), work.dtype)
-        of_result += PLANE_RESULT * wavefronts(apart * scale, work.dtype)
-    step = read * (of_read + layout.vector) + products + taps * cost.tap
+    of_result = cost.result
+    if staged(work, layout):
+        of_result += STAGED_RESULT
+    elif positions_adjacent(work):
+        of_result += PLANE_RESULT * _lines(work, layout)
+    step = read * (cost.read + layout.vector) + products + taps * cost.tap
     thread = cost.thread + results * of_result + steps * step
     thread += layout.vectors * work.taps / THREADS * cost.weight
     # A block has a warp for each of an SM's four schedulers, which a single one does not keep busy.
@@ -302,3 +357,13 @@ def expected_s(work: ConvWork, device: CudaDevice, layout: DirectLayout) -> floa
     busy_s = rounds * thread / cost.clocks_s
     waits_s = max(bytes_of(work) / cost.bytes_s, STEP_S * max(0, most_steps - EARLY_STEPS))
     return cost.start_s + max(busy_s, waits_s) + cost.apart * min(busy_s, waits_s)
+
+
+def _lines(work: ConvWork, layout: DirectLayout) -> float:
+    """Return the cache lines of planes in which a warp's threads have a result."""
+    backward = work.direction == "bwd_data" and layout.stride > 1
+    if rows_adjacent(work):
+        scale = work.stride[1] if backward and layout.rows else 1
+        return lines_of(work.dtype, max(1, layout.rows) * scale, down_of(work, layout))
+    each = own_columns(work, layout) if apart_of(work) == 1 else 1
+    return lines_of(work.dtype, each, across_of(work, layout))

@@ -123,7 +123,7 @@ class DepthwisePairs(Solver[ConvWork, Launch]):
             return "a tensor to accumulate"
         if work.leads:
             return "the next launch would overlap it, which was not measured"
-        plane = plane_of(work, general=True)
+        plane = plane_of(work)
         if isinstance(plane, str):
             return plane
         if work.groups * work.taps >= 2**31:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import prod
 from operator import mul
 from typing import TypeVar
@@ -24,11 +25,13 @@ __all__ += ["chunk_counts", "chunk_rows", "plane_of", "resident_blocks"]
 __all__ += [
     "channel_strides_of",
     "is_in_planes",
+    "lines_of",
+    "rows_adjacent",
     "spread_of",
     "strides_of",
     "turned",
+    "turns_of",
     "vector_of",
-    "wavefronts",
     "why_not_counted",
     "why_not_depthwise",
     "why_not_images",
@@ -110,20 +113,13 @@ def why_not_images(work: ConvWork, most: int) -> str | None:
     return None
 
 
-def plane_of(work: ConvWork, general: bool = False) -> Plane | str:
-    """Return the plane of a 16-bit, channels-last work in whole chunks; or why it has none.
-
-    ``general`` allows dilation and several output channels per group.
-    """
+def plane_of(work: ConvWork) -> Plane | str:
+    """Return the plane of a 16-bit, channels-last work in whole chunks; or why it has none."""
     multiplier, deep = work.out_channels, work.input[0] > 1
     if (reason := why_not_depthwise(work, IN_16_BITS)) is not None:
         return reason
-    if multiplier != 1 and not general:
-        return f"{multiplier} output channels per group"
     if work.groups % CHUNK and not (work.x.padded and work.y.padded):
         return f"{work.groups} channels are not a multiple of {CHUNK}"
-    if work.dilated and not general:
-        return "dilated"
     if work.kernel[0] != 1 or work.stride[0] != 1 or work.pad[0] != 0:
         return "three dimensions"
     if work.input[0] != work.output[0]:
@@ -170,11 +166,6 @@ def is_in_planes(work: ConvWork) -> bool:
     return channel_strides_of(work) != (1, 1)
 
 
-def wavefronts(distance: int, dtype: DType) -> int:
-    """Return the cache lines that a warp reads whose threads read ``distance`` elements apart."""
-    return max(1, min(32, ceil_div(32 * distance * dtype.itemsize, LINE_BYTES)))
-
-
 def channels_of(work: ConvWork) -> int:
     """Return the channels of y."""
     return work.groups * work.out_channels
@@ -193,11 +184,9 @@ def vector_of(work: ConvWork) -> int:
     return 1 if any(n % 2 for n in (work.groups, *numbers)) else 2
 
 
+@lru_cache(maxsize=1024)
 def turned(work: ConvWork) -> ConvWork:
-    """Return a work with H and W exchanged if its kernel has a single column, so that it has a
-    single row of taps."""
-    if work.kernel[2] > 1 or work.kernel[1] == 1 or work.kernel[0] > 1:
-        return work
+    """Return a work with H and W exchanged."""
 
     def of(values: tuple[V, ...]) -> tuple[V, ...]:
         return *values[:-2], values[-1], values[-2]
@@ -223,6 +212,30 @@ def turned(work: ConvWork) -> ConvWork:
         y=strides(work.y),
         accumulate=None if work.accumulate is None else strides(work.accumulate),
     )
+
+
+def turns_of(work: ConvWork) -> tuple[bool, ...]:
+    """Return whether a work may be computed as it is, and `turned`: so that a kernel of a single
+    column has a single row, and in planes so that adjacent threads, each with results of a
+    column, have adjacent pixels."""
+    flat, rows, columns = work.kernel
+    if flat == columns == 1 < rows:
+        return (True,)
+    both = is_in_planes(work) and min(work.input[1], work.output[1]) > 1
+    return (False, True) if both else (False,)
+
+
+def rows_adjacent(work: ConvWork) -> bool:
+    """Return whether pixels of adjacent rows are closer than those of adjacent columns."""
+    result = work.sides[1] if work.direction != "bwd_weight" else work.y
+    return result.strides[4] < result.strides[5]
+
+
+def lines_of(dtype: DType, distance: int, adjacent: int) -> float:
+    """Return the cache lines that a warp reads of planes whose threads read ``distance`` elements
+    apart, ``adjacent`` of them without a gap."""
+    run = max(1, min(32, adjacent))
+    return min(32.0, 32 / run * max(1.0, run * distance * dtype.itemsize / LINE_BYTES))
 
 
 def bytes_of(work: ConvWork) -> int:

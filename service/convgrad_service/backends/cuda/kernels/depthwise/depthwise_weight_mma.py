@@ -85,7 +85,7 @@ class DepthwiseWeightMma(Solver[ConvWork, tuple[Plane, WeightMmaTile]]):
     name = "depthwise_weight_mma"
 
     def solve(self, work: ConvWork, device: CudaDevice) -> tuple[Plane, WeightMmaTile] | str:
-        plane = plane_of(work, general=True)
+        plane = plane_of(work)
         if isinstance(plane, str):
             return plane
         if plane.stride != 1:

@@ -6,7 +6,7 @@
 //                 x[n, z*sd + t*dd - pd, p*sh + r*dh - ph, q*STRIDE + s*dw - pw, c / multiplier],
 // then alpha and beta*accumulate, and one rounding.
 // A row of taps is (t, r) and KERNEL adjacent columns; longer rows are divided into parts. A thread has
-// VECTOR adjacent channels and one row of taps. Of each of its items, strips of COLUMNS columns of y that
+// VECTOR adjacent channels and ROWS adjacent rows of taps: one, or all of a square kernel. Of each of its items, strips of COLUMNS columns of y that
 // are as far apart as the taps, it loads the columns of y and of x that meet, the next item's before it
 // multiplies this one's.
 // Block: `vectors` vectors of channels, then `tap_rows` rows of taps, then `slots` slots; with in_planes,
@@ -18,6 +18,7 @@
 // below 2^31 elements, items below 2^31, `arrived` being 0; VECTOR = 1 with a multiplier.
 // Elements outside a tensor are read as zeros.
 #include "core/architecture.cuh"
+#include "core/opaque.cuh"
 #include "depthwise/depthwise_weight_args.cuh"
 #include "depthwise/depthwise_weight_sum.cuh"
 #include "depthwise/depthwise_words.cuh"
@@ -33,10 +34,12 @@ struct DepthwiseWeightRowsArgs : DepthwiseWeightVolume {
   int all_tap_rows;
   int tap_rows;
   int slots;
-  int strips;  // of a row of y
+  int inner;  // items that are next to each other: of a row of y, or with down_first of a column
+  int outer;  // rows of items in a plane, or columns
+  int down_first;
   int items;
   int share;  // items of a block
-  Divider by_multiplier, by_spread, by_tap_rows, by_parts, by_kernel_rows, by_strips, by_rows, by_planes;
+  Divider by_multiplier, by_spread, by_tap_rows, by_parts, by_kernel_rows, by_inner, by_outer, by_planes;
   // With VECTOR = 1: between channels of x and of y, and whether adjacent threads have adjacent items.
   i64 x_channel, y_channel;
   int in_planes;
@@ -53,12 +56,15 @@ using T = ELEMENT;
 using Raw = typename RawOf<sizeof(T) * VECTOR>::type;
 
 constexpr int kRead = (COLUMNS - 1) * STRIDE + KERNEL;
-constexpr int kSums = KERNEL * VECTOR;
+constexpr int kSums = ROWS * KERNEL * VECTOR;
 // Blocks of an SM: on Blackwell registers suffice for one with long rows of taps.
 constexpr int kBlocks = kBlackwell && KERNEL > 7 ? 1 : BLOCKS;
 
-struct Operands {
-  Raw x[kRead], y[COLUMNS];
+// An item: its first elements of y and x, and where the latter is.
+struct Item {
+  const T *x, *y;
+  int h, from, q;
+  bool there;
 };
 
 // What a thread does with its items.
@@ -67,18 +73,14 @@ struct Lane {
   int c, end;
   int top_d, top_h, left;  // position of the row of taps, relative to an output's window
 
-  // Zeros where the item, or its part of x, does not exist.
-  __device__ __forceinline__ void load(Operands& to, int item) const {
-    const int line = divide(item, args.by_strips), strip = item - line * args.strips;
-    const int plane = divide(line, args.by_rows), p = line - plane * args.y_size[1];
+  __device__ __forceinline__ Item item_at(int item) const {
+    const int line = divide(item, args.by_inner), inner = item - line * args.inner;
+    const int plane = divide(line, args.by_outer), outer = line - plane * args.outer;
+    const int strip = args.down_first ? outer : inner, p = args.down_first ? inner : outer;
     const int n = divide(plane, args.by_planes), z = plane - n * args.y_size[0];
     const int d = z * args.stride[0] + top_d, h = p * args.stride[1] + top_h;
     const int spread = args.spread, group = divide(strip, args.by_spread);
     const int q = group * COLUMNS * spread + (strip - group * spread), from = q * STRIDE + left;
-    const bool there = item < end && static_cast<u32>(d) < static_cast<u32>(args.x_size[0]) &&
-                       static_cast<u32>(h) < static_cast<u32>(args.x_size[1]);
-    const u32 columns_x = there ? args.x_size[2] : 0;
-    const int columns_y = there ? args.y_size[2] : 0;
     const T* const x = static_cast<const T*>(args.x) + n * args.x_stride[0] + d * args.x_stride[1] +
                        h * args.x_stride[2] +
                        (from * static_cast<int>(args.x_stride[3]) +
@@ -86,27 +88,47 @@ struct Lane {
     const T* const y = static_cast<const T*>(args.y) + n * args.y_stride[0] + z * args.y_stride[1] +
                        p * args.y_stride[2] + (q * static_cast<int>(args.y_stride[3]) +
                                                channel_offset<VECTOR>(c, args.y_channel));
-    const int pitch_x = spread * static_cast<int>(args.x_stride[3]);
-    const int pitch_y = spread * static_cast<int>(args.y_stride[3]);
-#pragma unroll
-    for (int i = 0; i < COLUMNS; ++i) {
-      load_ahead_if(q + i * spread < columns_y, y + i * pitch_y, to.y[i]);
-    }
+    // Of a single row of taps, y is not read either where x does not exist.
+    const bool there = item < end && static_cast<u32>(d) < static_cast<u32>(args.x_size[0]) &&
+                       (ROWS > 1 || static_cast<u32>(h) < static_cast<u32>(args.x_size[1]));
+    return {x, y, h, from, q, there};
+  }
+
+  // Zeros where the item, or its part of x, does not exist; row `r` of the thread's rows of taps.
+  __device__ __forceinline__ void load_x(Raw (&x)[kRead], const Item& item, int r) const {
+    const int down = r * args.dilation[1];
+    const int apart = args.spread * static_cast<int>(args.x_stride[3]);
+    // Otherwise the addresses of all rows would be in registers.
+    const int pitch = ROWS > 1 ? opaque_value(apart) : apart;
+    const bool there =
+        item.there &&
+        (ROWS == 1 || static_cast<u32>(item.h + down) < static_cast<u32>(args.x_size[1]));
+    const u32 columns = there ? args.x_size[2] : 0;
+    const T* const row = item.x + down * args.x_stride[2];
 #pragma unroll
     for (int i = 0; i < kRead; ++i) {
-      load_ahead_if(static_cast<u32>(from + i * spread) < columns_x, x + i * pitch_x, to.x[i]);
+      load_ahead_if(static_cast<u32>(item.from + i * args.spread) < columns, row + i * pitch, x[i]);
+    }
+  }
+  __device__ __forceinline__ void load_y(Raw (&y)[COLUMNS], const Item& item) const {
+    const int pitch = args.spread * static_cast<int>(args.y_stride[3]);
+    const int columns = item.there ? args.y_size[2] : 0;
+#pragma unroll
+    for (int i = 0; i < COLUMNS; ++i) {
+      load_ahead_if(item.q + i * args.spread < columns, item.y + i * pitch, y[i]);
     }
   }
 };
 
-__device__ __forceinline__ void multiply(const Operands& operands, float (&sums)[KERNEL][VECTOR]) {
+__device__ __forceinline__ void multiply(const Raw (&read_x)[kRead], const Raw (&read_y)[COLUMNS],
+                                         float (&sums)[KERNEL][VECTOR]) {
   float y[COLUMNS][VECTOR];
 #pragma unroll
-  for (int i = 0; i < COLUMNS; ++i) widen_word<T>(operands.y[i], y[i]);
+  for (int i = 0; i < COLUMNS; ++i) widen_word<T>(read_y[i], y[i]);
 #pragma unroll
   for (int i = 0; i < kRead; ++i) {
     float x[VECTOR];
-    widen_word<T>(operands.x[i], x);
+    widen_word<T>(read_x[i], x);
 #pragma unroll
     for (int s = 0; s < KERNEL; ++s) {
       const int at = i - s;
@@ -120,9 +142,9 @@ __device__ __forceinline__ void multiply(const Operands& operands, float (&sums)
 // Stores a block's sum number `index` as the gradient of its channel and tap.
 __device__ __forceinline__ void put(const DepthwiseWeightRowsArgs& args, int index, float sum) {
   const int above = divide(index, args.by_vectors), vector = index - above * args.vectors;
-  const int tap = above / kSums, column = above % kSums / VECTOR;
+  const int tap = above / kSums, own = above % kSums / VECTOR, column = own % KERNEL;
   const int c = (blockIdx.y * args.vectors + vector) * VECTOR + above % VECTOR;
-  const int tap_row = blockIdx.z * args.tap_rows + tap;
+  const int tap_row = (blockIdx.z * args.tap_rows + tap) * ROWS + own / KERNEL;
   const int row = divide(tap_row, args.by_parts);
   const int s = (tap_row - row * args.parts) * args.part + column;
   if (c >= args.channels || tap_row >= args.all_tap_rows || column >= args.part ||
@@ -150,7 +172,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, kBlocks)
                         VECTOR == 1 && args.in_planes, args.by_places);
   const int place = own.place, vector = own.vector;
   const int slot = divide(place, args.by_tap_rows), tap = place - slot * args.tap_rows;
-  const int tap_row = blockIdx.z * args.tap_rows + tap;
+  const int tap_row = (blockIdx.z * args.tap_rows + tap) * ROWS;
   const int c = (blockIdx.y * args.vectors + vector) * VECTOR;
   const int row = divide(tap_row, args.by_parts);
   const int t = divide(row, args.by_kernel_rows), r = row - t * args.kernel_rows;
@@ -162,28 +184,39 @@ extern "C" __global__ void __launch_bounds__(THREADS, kBlocks)
                   t * args.dilation[0] - args.pad[0],
                   r * args.dilation[1] - args.pad[1],
                   (tap_row - row * args.parts) * args.part * args.spread - args.pad[2]};
-  float sums[KERNEL][VECTOR] = {};
+  float sums[ROWS][KERNEL][VECTOR] = {};
   int item = block * args.share + slot;
   if (item < end) {
-    Operands even, odd;
-    lane.load(even, item);
+    Raw x[2][kRead], y[2][COLUMNS];
+    Item now = lane.item_at(item);
+    lane.load_y(y[0], now);
+    lane.load_x(x[0], now, 0);
 #pragma unroll 1
-    for (; item < end; item += 2 * args.slots) {
-      lane.load(odd, item + args.slots);
-      multiply(even, sums);
-      if (item + args.slots >= end) break;
-      lane.load(even, item + 2 * args.slots);
-      multiply(odd, sums);
+    while (item < end) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        if (half > 0 && item >= end) break;
+        const Item next = lane.item_at(item += args.slots);
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) {
+          const int turn = (half * ROWS + r) % 2;
+          if (r + 1 < ROWS) {
+            lane.load_x(x[1 - turn], now, r + 1);
+          } else {
+            lane.load_y(y[1 - half], next);
+            lane.load_x(x[1 - turn], next, 0);
+          }
+          multiply(x[turn], y[half], sums[r]);
+        }
+        now = next;
+      }
     }
   }
   if (slot < args.slots) {
 #pragma unroll
-    for (int s = 0; s < KERNEL; ++s) {
-#pragma unroll
-      for (int v = 0; v < VECTOR; ++v) {
-        reinterpret_cast<float*>(all_sums)[(place * kSums + s * VECTOR + v) * args.vectors + vector] =
-            sums[s][v];
-      }
+    for (int i = 0; i < kSums; ++i) {
+      reinterpret_cast<float*>(all_sums)[(place * kSums + i) * args.vectors + vector] =
+          sums[i / VECTOR / KERNEL][i / VECTOR % KERNEL][i % VECTOR];
     }
   }
   __syncthreads();

@@ -279,7 +279,8 @@ def test_shares_hold_all_rows(
     [
         (3, 1, 56, 128, DIRECT),
         (3, 1, 57, 160, "depthwise_weight_mma"),
-        (3, 1, 28, 512, "depthwise_weight"),
+        (3, 1, 28, 512, DIRECT),
+        (3, 1, 14, 512, "depthwise_weight"),
         (3, 1, 19, 800, DIRECT),
         (3, 1, 56, 8, "depthwise_weight"),
         (3, 2, 112, 64, DIRECT),
