@@ -35,23 +35,45 @@ __device__ __forceinline__ void load_four(float (&to)[4], const float* from) {
   to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
 }
 
-// Adds the products of kSteps positions along W: `low` and `high` are eight adjacent columns of the source.
+// A row of taps' weights of kSteps positions along W, by column.
 template <int kSteps>
-__device__ __forceinline__ void add_steps(float (&sum)[kStrip][kColumns], const float (&low)[4], const float (&high)[4],
-                                          const float* weights) {
-  constexpr int kLoads = (kSteps * kColumns + 3) / 4;
-  float by[kLoads][4];
+struct Weights {
+  static constexpr int kLoads = (kSteps * kColumns + 3) / 4;
+  float of[kLoads][4];
+
+  __device__ __forceinline__ void load(const float* from) {
 #pragma unroll
-  for (int i = 0; i < kLoads; ++i) load_four(by[i], weights + 4 * i);
+    for (int i = 0; i < kLoads; ++i) load_four(of[i], from + 4 * i);
+  }
+};
+
+// Adds the products of a row of the source and the rows of taps by which rows of the result meet it, of kSteps positions
+// along W: `low` and `high` are eight adjacent columns. Rows of taps are args.tap_pitch apart, `weights` is that of row h of
+// the first row of the result.
+template <int kSteps>
+__device__ __forceinline__ void add_row(Sums& sum, const float (&low)[4], const float (&high)[4], const float* weights,
+                                        int tap_pitch, int h, int height_taps) {
+  // If they are few, all are loaded first, also those that are not needed.
+  constexpr bool kEarly = ROWS * Weights<kSteps>::kLoads <= 8;
+  Weights<kSteps> by[kEarly ? ROWS : 1];
+  if constexpr (kEarly) {
 #pragma unroll
-  for (int t = 0; t < kSteps; ++t) {
+    for (int m = 0; m < ROWS; ++m) by[m].load(weights - m * tap_pitch);
+  }
 #pragma unroll
-    for (int i = 0; i < kStrip; ++i) {
-      const float value = i + t < 4 ? low[(i + t) % 4] : high[(i + t) % 4];
+  for (int m = 0; m < ROWS; ++m) {
+    if (static_cast<u32>(h - m) >= static_cast<u32>(height_taps)) continue;
+    if constexpr (!kEarly) by[0].load(weights - m * tap_pitch);
 #pragma unroll
-      for (int q = 0; q < kColumns; ++q) {
-        const int at = t * kColumns + q;
-        sum[i][q] = fmaf(value, by[at / 4][at % 4], sum[i][q]);
+    for (int t = 0; t < kSteps; ++t) {
+#pragma unroll
+      for (int i = 0; i < kStrip; ++i) {
+        const float value = i + t < 4 ? low[(i + t) % 4] : high[(i + t) % 4];
+#pragma unroll
+        for (int q = 0; q < kColumns; ++q) {
+          const int at = t * kColumns + q;
+          sum[m][i][q] = fmaf(value, by[kEarly ? m : 0].of[at / 4][at % 4], sum[m][i][q]);
+        }
       }
     }
   }
@@ -85,22 +107,12 @@ __device__ __forceinline__ void add_stage(Sums& sum, const FewResultsArgs& args,
 #pragma unroll 1
         for (int four = 0; four < fours; ++four, now += 4 * kColumns) {
           load_four(high, row + 4 * four + 4);
-#pragma unroll
-          for (int m = 0; m < ROWS; ++m) {
-            if (static_cast<u32>(h - m) < static_cast<u32>(height_taps)) {
-              add_steps<4>(sum[m], low, high, now - m * args.tap_pitch);
-            }
-          }
+          add_row<4>(sum, low, high, now, args.tap_pitch, h, height_taps);
 #pragma unroll
           for (int i = 0; i < 4; ++i) low[i] = high[i];
         }
         if constexpr (kLast > 1) load_four(high, row + 4 * fours + 4);
-#pragma unroll
-        for (int m = 0; m < ROWS; ++m) {
-          if (static_cast<u32>(h - m) < static_cast<u32>(height_taps)) {
-            add_steps<kLast>(sum[m], low, high, now - m * args.tap_pitch);
-          }
-        }
+        add_row<kLast>(sum, low, high, now, args.tap_pitch, h, height_taps);
       }
     }
   }

@@ -150,11 +150,12 @@ class Cut:
         return (self.planes - 1) * axis.x_step + (of.taps[0] - 1) * abs(axis.x_tap) + 1
 
     def row_pitch(self, of: Gather) -> int:
-        """Return the elements between rows; those of the strips of several rows follow one another
-        in banks, where that takes little room."""
-        least = self.columns(of)
-        wanted = least + (STRIP * self.strips - least) % 32
-        return wanted if wanted <= 1.25 * least and self.strips < 32 else least
+        """Return the elements between rows: if little room suffices, such that what threads of
+        several rows load follows one another in banks."""
+        least = self.columns(of) // STRIP
+        step = self.tile.rows * of.axes[1].x_step
+        fours = range(least, least + (self.strips < 8) * least // 4 + 1)
+        return STRIP * next((n for n in fours if (step * n - self.strips) % 8 == 0), least)
 
     def channel_pitch(self, of: Gather) -> int:
         size = self.source_planes(of) * self.source_rows(of) * self.row_pitch(of)
@@ -174,7 +175,9 @@ class Cut:
     def shared_bytes(self, of: Gather) -> int:
         sums = self.tile.sums * (self.roles * self.of_role + 1)
         tables = self.weights(of) + self.channel_pitch(of)
-        return 4 * max(tables + 2 * self.stage(of), sums)
+        # Threads load weights of rows of taps behind the last one.
+        beyond = self.tile.rows * self.tap_pitch(of)
+        return 4 * max(tables + 2 * self.stage(of) + beyond, sums)
 
 
 def even(count: int, most: int) -> list[int]:
