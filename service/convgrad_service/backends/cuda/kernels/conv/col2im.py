@@ -121,7 +121,7 @@ def _gemm(work: ConvWork, device: CudaDevice) -> Lowered | None:
 class Col2im(LoweringFamily):
     """fwd of stride 1 and bwd_data, with the GEMM of the first family that takes it."""
 
-    name, suffix, timed = "col2im", "col2im", False
+    name, suffix = "col2im", "col2im"
 
     def __init__(
         self,

@@ -224,14 +224,14 @@ def expected_s(of: Gather, device: CudaDevice, cut: Cut) -> float:
     work, tile, (depth, height) = of.work, cut.tile, of.axes
     read = work.channels[0]
     stages = ceil_div(read, DEPTH)
-    # Of all phases along D and H and all columns, per channel of the source: rows of the source that
-    # a thread loads, and taps of its rows of the result.
+    # Of all phases along D and H and all columns, per channel of the source: rows of the source
+    # that a thread loads, and taps of its rows of the result.
     meets = [one.taps for one in height.phases if one.taps > 0]
     every = sum(one.taps for one in depth.phases) * cut.column_blocks(of)
     rows = sum(taps + tile.rows - 1 for taps in meets) * every
     taps = sum(meets) * tile.rows * every
     weights, fours = ceil_div(of.steps * tile.columns, 4), 1 + ceil_div(of.steps - 1, 4)
-    warps = ceil_div(cut.of_role, 32)
+    warps = float(ceil_div(cut.of_role, 32))
     copies = len(depth.phases) * ceil_div(cut.all_roles(of), cut.roles)
     source_rows = cut.source_planes(of) * cut.source_rows(of) * copies
     copied, laid = source_rows * cut.columns(of) / 32, cut.weights(of) / 32 * copies

@@ -50,6 +50,10 @@ STAGES = 4
 STATIC_BYTES = 4096
 REGISTERS, REGISTERS_OF_THREAD = 65536, 168
 MAX_INDEX = 2**31 - 1
+# Fitted to an H200, in clocks of an SM: of a warp's products of a pair of column tiles, and of one
+# by FMA; of a column tile of windows, and of a warp's results, per byte of an element; of a unit.
+PAIR_CLOCKS, EXACT_CLOCKS, LAID_CLOCKS, STORED_CLOCKS, UNIT_CLOCKS = 6, 90, 0.2, 60, 800
+START_S, CLOCKS_PER_S, BYTES_S = 5e-6, 1.7e9, 3e12
 
 
 WindowArgs = structure("conv/first_windows.cuh", "WindowArgs")
@@ -137,7 +141,8 @@ class FirstForward(Solver[ConvWork, Cut]):
             pack(args, x=x.operand, w=work.w, y=work.y, accumulate=work.accumulate, bias=work.bias),
             cut.shared_bytes - STATIC_BYTES,
         )
-        return Fragment(name, (*x.steps, launch), x.workspace)
+        expected_s = _expected_s(work, cut, args.windows.units, args.ranges, device)
+        return Fragment(name, (*x.steps, launch), x.workspace, expected_s=expected_s)
 
     def instances(self) -> Iterable[Instance]:
         return [
@@ -146,6 +151,21 @@ class FirstForward(Solver[ConvWork, Cut]):
             for pairs in ((*REGISTER_WEIGHTS, None) if dtype.itemsize == 2 else (None,))
             for exact in ((False, True) if dtype is DType.FLOAT32 else (False,))
         ]
+
+
+def _expected_s(work: ConvWork, cut: Cut, units: int, ranges: int, device: CudaDevice) -> float:
+    """Return the seconds that the launch should take."""
+    warps, windows = cut.threads // 32, work.stride[1] * cut.unit_rows * cut.segment
+    rate = EXACT_CLOCKS if _is_exact(work) else PAIR_CLOCKS
+    products = work.kernel[0] * _pairs(work) * rate * warps
+    # With several taps along D, steps do not reuse windows.
+    laid = work.kernel[0] * windows * _column_tiles(work) * LAID_CLOCKS * work.dtype.itemsize
+    busy = products + laid + STORED_CLOCKS * warps * work.dtype.itemsize
+    blocks = ceil_div(work.out_channels, CHANNELS * cut.warp_channels)
+    alone = ceil_div(units, ranges) * (UNIT_CLOCKS * work.kernel[0] + busy)
+    clocks = max(alone, units * blocks / device.multiprocessors * busy)
+    moved = work.elements * work.dtype.itemsize / BYTES_S
+    return START_S + max(clocks / CLOCKS_PER_S, moved)
 
 
 def _is_exact(work: ConvWork) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from math import prod
 from typing import Any
 
 from convgrad.dtypes import DType
@@ -13,7 +12,7 @@ from convgrad_service.backends.cuda.kernels.conv.first_sum import (
     first_sum,
     first_sum_instances,
     results_of,
-    why_not_summed,
+    why_not_first,
 )
 from convgrad_service.backends.cuda.kernels.conv.first_weight_cuts import (
     COLUMNS,
@@ -32,7 +31,6 @@ from convgrad_service.backends.cuda.kernels.core.gather_axes import divider
 from convgrad_service.backends.cuda.kernels.core.limits import (
     DTYPES,
     Requirements,
-    why_not_32bit_positions,
 )
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice
@@ -42,11 +40,6 @@ from convgrad_service.plans.cuda.works import ConvWork
 
 __all__ = ["FirstWeight"]
 
-MOST_CHANNELS = 8
-"""The most channels of the input."""
-MAX_INDEX = 2**31 - 1
-
-
 FirstWeightArgs = structure("conv/first_weight.cuh", "FirstWeightArgs")
 
 
@@ -54,20 +47,14 @@ NEEDS = Requirements(dilated=False)
 
 
 class FirstWeight(Solver[ConvWork, Cut]):
-    """bwd_weight with at most ``MOST_CHANNELS`` input channels, without copies."""
+    """bwd_weight with at most 8 input channels, without copies."""
 
     name = "first_weight"
 
     def solve(self, work: ConvWork, device: CudaDevice) -> Cut | str:
         """See `Family.why_not`. Splitting along N or H changes the answer where float32 sums become
         short."""
-        if (reason := NEEDS.why_not(work, device)) is not None:
-            return reason
-        if work.in_channels > MOST_CHANNELS:
-            return f"{work.in_channels} channels of the input are more than {MOST_CHANNELS}"
-        if work.pixels > MAX_INDEX or prod(work.input) * work.in_channels > MAX_INDEX:
-            return "positions are more than 32 bits count"
-        reason = why_not_32bit_positions(work) or why_not_summed(work) or why_not_few_terms(work)
+        reason = why_not_first(work, device, NEEDS) or why_not_few_terms(work)
         if reason is not None:
             return reason
         layout = layout_of(work)

@@ -44,6 +44,7 @@ IN_TWOS = 3
 # Cost model, fitted to an H200, in clocks: an SM's overhead per row of y; the latency per row of a
 # block that runs alone; and a block's start, per tap along D.
 ROW_CLOCKS, WAIT_CLOCKS, START_CLOCKS = 300, 500, 6000
+START_S, CLOCKS_PER_S, BYTES_S = 4e-6, 1.7e9, 3e12
 
 
 HopperFirstDataArgs = structure("conv/hopper_first_data.cuh", "HopperFirstDataArgs")
@@ -137,7 +138,8 @@ class HopperFirstData(Solver[ConvWork, tuple[Form, Cut]]):
             ),
             form.shared_bytes(cut.warpgroups),
         )
-        return Fragment(self.name, (*y.steps, launch), y.workspace)
+        expected_s = _expected_s(work, form, cut, device)
+        return Fragment(self.name, (*y.steps, launch), y.workspace, expected_s=expected_s)
 
     def instances(self) -> Iterable[Instance]:
         kinds = [(dtype, False) for dtype in DTYPES] + [(DType.FLOAT32, True)]
@@ -257,30 +259,39 @@ def _cut(work: ConvWork, form: Form, device: CudaDevice) -> Cut | None:
     rows = (work.input[1] - 1 + pad) // stride - pad // stride + 1
     best: tuple[float, Cut] | None = None
     for warpgroups in range(1, form.shape.most_warpgroups + 1):
-        shared = form.shared_bytes(warpgroups) + STATIC_BYTES
-        if shared > device.shared_bytes_per_block:
+        if form.shared_bytes(warpgroups) + STATIC_BYTES > device.shared_bytes_per_block:
             continue
-        together = max(
-            1, min(form.together(warpgroups), device.shared_bytes_per_multiprocessor // shared)
-        )
         for parts in range(1, min(rows, 64) + 1):
             segment_rows = ceil_div(rows, parts)
             cut = Cut(warpgroups, segment_rows, ceil_div(rows, segment_rows))
-            blocks = _blocks(work, cut)
-            if blocks > MAX_BLOCKS:
+            if _blocks(work, cut) > MAX_BLOCKS:
                 continue
-            # With split operands, one warpgroup takes as long as two.
-            alone = (2 if form.split else warpgroups) * form.product_clocks
-            # Each segment also reads the rows before its first, of all planes that its taps meet.
-            walked = segment_rows + (work.kernel[1] - 1) // stride
-            walked *= ceil_div(form.planes, work.stride[0])
-            each = ceil_div(blocks * form.row_step, device.multiprocessors)
-            turns = ceil_div(each, together)
-            busy = max(each * (alone + ROW_CLOCKS), turns * (alone + WAIT_CLOCKS))
-            clocks = walked * busy + turns * START_CLOCKS * form.planes
+            clocks = _clocks(work, form, cut, device)
             if best is None or clocks < best[0]:
                 best = clocks, cut
     return best[1] if best is not None else None
+
+
+def _clocks(work: ConvWork, form: Form, cut: Cut, device: CudaDevice) -> float:
+    """Return the clocks that a partition should take."""
+    shared = form.shared_bytes(cut.warpgroups) + STATIC_BYTES
+    fitting = device.shared_bytes_per_multiprocessor // shared
+    together = max(1, min(form.together(cut.warpgroups), fitting))
+    # With split operands, one warpgroup takes as long as two.
+    alone = (2 if form.split else cut.warpgroups) * form.product_clocks
+    # Each segment also reads the rows before its first, of all planes that its taps meet.
+    walked = cut.segment_rows + (work.kernel[1] - 1) // work.stride[1]
+    walked *= ceil_div(form.planes, work.stride[0])
+    each = ceil_div(_blocks(work, cut) * form.row_step, device.multiprocessors)
+    turns = ceil_div(each, together)
+    busy = max(each * (alone + ROW_CLOCKS), turns * (alone + WAIT_CLOCKS))
+    return walked * busy + turns * START_CLOCKS * form.planes
+
+
+def _expected_s(work: ConvWork, form: Form, cut: Cut, device: CudaDevice) -> float:
+    """Return the seconds that the launch should take."""
+    moved = work.elements * work.dtype.itemsize / BYTES_S
+    return START_S + max(_clocks(work, form, cut, device) / CLOCKS_PER_S, moved)
 
 
 def _instance(form: Form) -> Instance:

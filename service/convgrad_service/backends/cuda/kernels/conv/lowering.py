@@ -40,8 +40,6 @@ class LoweringFamily(Solver[ConvWork, Lowered]):
 
     suffix: str | None = None
     """Follows the name of that family's kernel; None if the name of this one precedes it."""
-    timed = True
-    """Whether the time to expect is that family's, and not unknown."""
 
     def __init__(self, families: Sequence[Family[ConvWork]]) -> None:
         self._families = families
@@ -82,7 +80,6 @@ class LoweringFamily(Solver[ConvWork, Lowered]):
             kernel=f"{inner.kernel}_{self.suffix}" if self.suffix else own,
             steps=(*lowered.before, *inner.steps, *after),
             workspace=(*lowered.workspace, *inner.workspace),
-            expected_s=inner.expected_s if self.timed else None,
             order=f"{chosen.family} {inner.order}",
         )
 

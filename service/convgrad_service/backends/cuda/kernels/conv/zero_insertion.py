@@ -42,7 +42,7 @@ ZeroInsertionArgs = structure("conv/zero_insertion.cu", "ZeroInsertionArgs")
 class ZeroInsertion(LoweringFamily):
     """bwd_data of ungrouped layers with one tap and a stride along some dimension, in any dtype."""
 
-    name, suffix, timed = "zero_insertion", "spread", False
+    name, suffix = "zero_insertion", "spread"
 
     def __init__(
         self,
