@@ -48,11 +48,13 @@ struct Weights {
 };
 
 // Adds the products of a row of the source and the rows of taps by which rows of the result meet it, of kSteps positions
-// along W: `low` and `high` are eight adjacent columns. Rows of taps are args.tap_pitch apart, `weights` is that of row h of
+// along W: `low` and `high` are eight adjacent columns. Unless `whole`, the first step has no taps for the second half of the
+// columns. Rows of taps are args.tap_pitch apart, `weights` is that of row h of
 // the first row of the result.
 template <int kSteps>
 __device__ __forceinline__ void add_row(Sums& sum, const float (&low)[4], const float (&high)[4], const float* weights,
-                                        int tap_pitch, int h, int height_taps) {
+                                        int tap_pitch, int h, int height_taps, bool whole) {
+  constexpr int kHalf = (kColumns + 1) / 2;
   // If they are few, all are loaded first, also those that are not needed.
   constexpr bool kEarly = ROWS * Weights<kSteps>::kLoads <= 8;
   Weights<kSteps> by[kEarly ? ROWS : 1];
@@ -64,18 +66,21 @@ __device__ __forceinline__ void add_row(Sums& sum, const float (&low)[4], const 
   for (int m = 0; m < ROWS; ++m) {
     if (static_cast<u32>(h - m) >= static_cast<u32>(height_taps)) continue;
     if constexpr (!kEarly) by[0].load(weights - m * tap_pitch);
-#pragma unroll
-    for (int t = 0; t < kSteps; ++t) {
+    const auto add = [&](int t, int first, int end) {
 #pragma unroll
       for (int i = 0; i < kStrip; ++i) {
         const float value = i + t < 4 ? low[(i + t) % 4] : high[(i + t) % 4];
 #pragma unroll
-        for (int q = 0; q < kColumns; ++q) {
+        for (int q = first; q < end; ++q) {
           const int at = t * kColumns + q;
           sum[m][i][q] = fmaf(value, by[kEarly ? m : 0].of[at / 4][at % 4], sum[m][i][q]);
         }
       }
-    }
+    };
+    add(0, 0, kHalf);
+    if (kHalf < kColumns && whole) add(0, kHalf, kColumns);
+#pragma unroll
+    for (int t = 1; t < kSteps; ++t) add(t, 0, kColumns);
   }
 }
 
@@ -91,7 +96,8 @@ __device__ __forceinline__ void copy_one(float* to, const T* from, bool there, c
 // Adds the products of a thread's channels of a stage. kLast: the steps along W beyond whole fours, 1 to 4.
 template <int kLast>
 __device__ __forceinline__ void add_stage(Sums& sum, const FewResultsArgs& args, const float* source, const float* weights,
-                                          int share, int channels, int depth_taps, int height_taps, int plane_step, int row_step) {
+                                          int share, int channels, bool whole, int depth_taps, int height_taps, int plane_step,
+                                          int row_step) {
   const int fours = (args.steps - 1) / 4;
 #pragma unroll 1
   for (int k = share; k < channels; k += args.shares) {
@@ -107,12 +113,12 @@ __device__ __forceinline__ void add_stage(Sums& sum, const FewResultsArgs& args,
 #pragma unroll 1
         for (int four = 0; four < fours; ++four, now += 4 * kColumns) {
           load_four(high, row + 4 * four + 4);
-          add_row<4>(sum, low, high, now, args.tap_pitch, h, height_taps);
+          add_row<4>(sum, low, high, now, args.tap_pitch, h, height_taps, whole || four > 0);
 #pragma unroll
           for (int i = 0; i < 4; ++i) low[i] = high[i];
         }
         if constexpr (kLast > 1) load_four(high, row + 4 * fours + 4);
-        add_row<kLast>(sum, low, high, now, args.tap_pitch, h, height_taps);
+        add_row<kLast>(sum, low, high, now, args.tap_pitch, h, height_taps, whole || fours > 0);
       }
     }
   }
@@ -156,9 +162,9 @@ extern "C" __global__ void __launch_bounds__(256, 2) few_results(const __grid_co
     const GatherPhase& phase = args.phase[of < args.all_roles ? of / args.column_blocks : 0][1];
     const int column = of % args.column_blocks * kColumns + within - t * kColumns;
     const int b = divide(column, args.by_channels), c = column - b * args.result_channels;
-    const int s = args.backward ? b + args.pad_w - (args.first + t) * args.group : t;
+    const int s = args.backward ? b + (args.steps - 1 - t) * args.group : t;
     const bool there = of < args.all_roles && t < args.steps && j_h < phase.taps && j_d < along_d.taps &&
-                       b < args.group && s >= 0 && s < args.kernel_w;
+                       b < args.group && s < args.kernel_w;
     const int d = depth.x_tap < 0 ? along_d.taps - 1 - j_d : j_d;
     const int h = height.x_tap < 0 ? phase.taps - 1 - j_h : j_h;
     offsets[i] = there ? static_cast<int>(c * args.weight_stride[1] + (along_d.r0 + d * depth.r_step) * args.weight_stride[2] +
@@ -233,6 +239,8 @@ extern "C" __global__ void __launch_bounds__(256, 2) few_results(const __grid_co
   const int taps_d = along_d.taps, taps_h = busy ? along_h.taps : 0;
   const int plane_step = step_d * plane_pitch, row_step = abs(height.x_tap) * args.row_pitch;
 
+  const bool whole = args.first_columns - role % args.column_blocks * kColumns > (kColumns + 1) / 2;
+
   Sums sum = {};
   copy(0, stages);
   for (int first_k = 0, turn = 0; first_k < args.source_channels; first_k += kDepth, turn ^= 1) {
@@ -244,10 +252,10 @@ extern "C" __global__ void __launch_bounds__(256, 2) few_results(const __grid_co
     const float* const source = stages + turn * args.stage + own;
     const float* const weights = stages + turn * args.stage + own_weights;
     switch (args.steps - (args.steps - 1) / 4 * 4) {
-      case 1: add_stage<1>(sum, args, source, weights, share, left, taps_d, taps_h, plane_step, row_step); break;
-      case 2: add_stage<2>(sum, args, source, weights, share, left, taps_d, taps_h, plane_step, row_step); break;
-      case 3: add_stage<3>(sum, args, source, weights, share, left, taps_d, taps_h, plane_step, row_step); break;
-      default: add_stage<4>(sum, args, source, weights, share, left, taps_d, taps_h, plane_step, row_step);
+      case 1: add_stage<1>(sum, args, source, weights, share, left, whole, taps_d, taps_h, plane_step, row_step); break;
+      case 2: add_stage<2>(sum, args, source, weights, share, left, whole, taps_d, taps_h, plane_step, row_step); break;
+      case 3: add_stage<3>(sum, args, source, weights, share, left, whole, taps_d, taps_h, plane_step, row_step); break;
+      default: add_stage<4>(sum, args, source, weights, share, left, whole, taps_d, taps_h, plane_step, row_step);
     }
   }
 
@@ -288,8 +296,8 @@ extern "C" __global__ void __launch_bounds__(256, 2) few_results(const __grid_co
     const int of = (first_phase + phase) * args.column_blocks + column / kColumns - first_role;
     if (of < 0 || of >= args.roles) continue;
     const GatherPhase& to_h = args.phase[first_phase + phase][1];
-    const int at_w = group_w * args.group + w;
-    if (at_w >= args.result_w || m_h + m >= to_h.count || m_d + of_d >= along_d.count) continue;
+    const int at_w = group_w * args.group + w + args.shift;
+    if (at_w < 0 || at_w >= args.result_w || m_h + m >= to_h.count || m_d + of_d >= along_d.count) continue;
     const int own_thread = of * of_role + (of_d * args.rows + m / ROWS) * args.strips + group / kStrip;
     const int element = (m % ROWS * kStrip + group % kStrip) * kColumns + column % kColumns;
     const i64 at = n * args.result_stride[0] + c * args.result_stride[1] +

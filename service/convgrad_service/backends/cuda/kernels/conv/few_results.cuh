@@ -20,9 +20,10 @@ struct FewResultsArgs {
   int source_channels, result_channels;
   int activation;
   float alpha, beta;
-  // Along W, positions of the result form groups of `group`, and a group reads the source at its number + first + t,
-  // t < steps: through tap b + pad - (first + t)*group for its b-th position, or in a forward pass through tap t.
-  int source_w, result_w, kernel_w, group, pad_w, first, steps, backward;
+  // Along W, group g of the result is the `group` positions from g*group + shift on. It reads the source at g + first + t,
+  // t < steps, with its b-th position through tap b + (steps - 1 - t)*group, or in a forward pass through tap t. With
+  // the first step, taps are left for `first_columns` of its positions x channels.
+  int source_w, result_w, kernel_w, group, shift, first, steps, first_columns, backward;
   int column_blocks;          // of a group's positions x channels
   // A block's threads: roles (a phase along H and a block of columns) x shares of the channels x planes x rows x strips.
   int roles, shares, planes, rows, strips;

@@ -97,8 +97,8 @@ class FewResults(Solver[ConvWork, Cut]):
         args.source_channels, args.result_channels = work.channels
         args.activation, args.alpha, args.beta = ACTIVATIONS[work.activation], work.alpha, work.beta
         args.source_w, args.result_w = (size[2] for size in work.sizes)
-        args.kernel_w, args.pad_w, args.backward = work.kernel[2], work.pad[2], of.backward
-        args.group, args.first, args.steps = of.group, of.first, of.steps
+        args.kernel_w, args.backward = work.kernel[2], of.backward
+        fill(args, of, "group", "first", "steps", "shift", "first_columns")
         fill(args, cut, "roles", "shares", "planes", "rows", "strips")
         args.column_blocks, args.all_roles = cut.column_blocks(of), cut.all_roles(of)
         args.role_blocks = ceil_div(args.all_roles, cut.roles)

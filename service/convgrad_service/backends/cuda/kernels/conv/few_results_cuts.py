@@ -50,29 +50,42 @@ class Gather:
     def axes(self) -> tuple[Axis, Axis]:
         return gather_axis(self.work, 0), gather_axis(self.work, 1)
 
-    @cached_property
-    def group(self) -> int:
-        return self.work.stride[2] if self.work.direction == "bwd_data" else 1
-
-    @cached_property
-    def first(self) -> int:
-        """The first position of the source that a group reads, relative to its number."""
-        pad, kernel = self.work.pad[2], self.work.kernel[2]
-        return ceil_div(pad - kernel + 1, self.group) if self.backward else -pad
-
-    @cached_property
-    def steps(self) -> int:
-        if not self.backward:
-            return self.work.kernel[2]
-        return (self.group - 1 + self.work.pad[2]) // self.group - self.first + 1
-
     @property
     def backward(self) -> bool:
         return self.work.direction == "bwd_data"
 
     @cached_property
+    def group(self) -> int:
+        return self.work.stride[2] if self.backward else 1
+
+    @cached_property
+    def steps(self) -> int:
+        return ceil_div(self.work.kernel[2], self.group)
+
+    @cached_property
+    def ahead(self) -> int:
+        """Groups of nothing but padding before the first one."""
+        return self.work.pad[2] // self.group if self.backward else 0
+
+    @cached_property
+    def first(self) -> int:
+        """The first position of the source that a group reads, relative to its number."""
+        return self.ahead - self.steps + 1 if self.backward else -self.work.pad[2]
+
+    @cached_property
+    def shift(self) -> int:
+        """The first position of the result in group 0, at most 0."""
+        return self.ahead * self.group - self.work.pad[2] if self.backward else 0
+
+    @cached_property
     def groups(self) -> int:
-        return ceil_div(self.work.sizes[1][2], self.group)
+        return ceil_div(self.work.sizes[1][2] - self.shift, self.group)
+
+    @cached_property
+    def first_columns(self) -> int:
+        """The columns (positions of a group x channels) that the first step has taps for."""
+        positions = self.work.kernel[2] - (self.steps - 1) * self.group
+        return (positions if self.backward else 1) * self.work.channels[1]
 
     @cached_property
     def counts(self) -> tuple[int, int]:
@@ -235,7 +248,11 @@ def expected_s(of: Gather, device: CudaDevice, cut: Cut) -> float:
     copies = len(depth.phases) * ceil_div(cut.all_roles(of), cut.roles)
     source_rows = cut.source_planes(of) * cut.source_rows(of) * copies
     copied, laid = source_rows * cut.columns(of) / 32, cut.weights(of) / 32 * copies
-    issued = warps * (taps * (STRIP * of.steps * tile.columns + weights + 4) + rows * (fours + 8))
+    half = ceil_div(tile.columns, 2)
+    blocks = range(cut.column_blocks(of))
+    skipped = sum(of.first_columns - block * tile.columns <= half for block in blocks)
+    added = of.steps * tile.columns - (tile.columns - half) * skipped / len(blocks)
+    issued = warps * (taps * (STRIP * added + weights + 6) + rows * (fours + 8))
     accesses = warps * (taps * weights + rows * 4 * fours)
     issued += copied * 5 + laid * 12
     accesses += copied * 2 + laid * 2
