@@ -15,6 +15,7 @@ from convgrad_service.backends.cuda.kernels.conv.first_sum import (
     why_not_first,
 )
 from convgrad_service.backends.cuda.kernels.conv.first_weight_cuts import (
+    CHUNK_BYTES,
     COLUMNS,
     TILES,
     Cut,
@@ -86,11 +87,18 @@ class FirstWeight(Solver[ConvWork, Cut]):
         args.x_at = layout.item * cut.y_size
         for name in ("y_row", "y_column", "y_channel", "x_row", "x_plane"):
             setattr(args, name, layout.item * getattr(cut, name))
-        x_chunks, y_chunks = _chunks(cut)
-        y_rows = cut.segment if layout.y_last else cut.rows
-        _shape(args.x_shape, layout.x_bytes, cut.x_rows, x_chunks, layout.planes, cut.threads)
-        y_planes = cut.rows if layout.y_last else cut.warps_n * COLUMNS
-        _shape(args.y_shape, layout.y_bytes, y_rows, y_chunks, y_planes, cut.threads)
+        y_length, y_rows, y_planes = cut.warps_n * COLUMNS, cut.segment, cut.rows
+        if not layout.y_last:
+            y_length, y_rows, y_planes = cut.segment, cut.rows, cut.warps_n * COLUMNS
+        for name, x_bytes, y_bytes in (
+            ("shape", layout.x_bytes, layout.y_bytes),
+            ("scan", CHUNK_BYTES, CHUNK_BYTES),
+        ):
+            x_chunks = cut.x_length * layout.item // x_bytes
+            y_chunks = y_length * layout.item // y_bytes
+            x_shape, y_shape = getattr(args, f"x_{name}"), getattr(args, f"y_{name}")
+            _shape(x_shape, x_bytes, cut.x_rows, x_chunks, layout.planes, cut.threads)
+            _shape(y_shape, y_bytes, y_rows, y_chunks, y_planes, cut.threads)
         partials = f"{work.prefix}partials"
         launch = Launch(
             _instance(work.dtype, cut.tile, is_split(work)),
@@ -112,16 +120,6 @@ class FirstWeight(Solver[ConvWork, Cut]):
             *(_instance(DType.FLOAT32, tile, True) for tile in TILES),
             *first_sum_instances(),
         ]
-
-
-def _chunks(cut: Cut) -> tuple[int, int]:
-    """Return the chunks of a row of x, and of y, that are copied at once."""
-    layout = cut.layout
-    y_length = cut.warps_n * COLUMNS if layout.y_last else cut.segment
-    return (
-        cut.x_length * layout.item // layout.x_bytes,
-        y_length * layout.item // layout.y_bytes,
-    )
 
 
 def _shape(shape: Any, size: int, rows: int, chunks: int, planes: int, threads: int) -> None:

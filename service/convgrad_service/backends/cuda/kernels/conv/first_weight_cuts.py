@@ -12,7 +12,7 @@ from convgrad_service.plans.cuda.device import RESERVED_BYTES, CudaDevice
 from convgrad_service.plans.cuda.program import ceil_div
 from convgrad_service.plans.cuda.works import ConvWork
 
-__all__ = ["COLUMNS", "TILES", "Cut", "Layout", "Tile", "channel_groups", "cuts_of"]
+__all__ = ["CHUNK_BYTES", "COLUMNS", "TILES", "Cut", "Layout", "Tile", "channel_groups", "cuts_of"]
 __all__ += ["expected_s", "is_split", "layout_of", "splits_of", "units_of"]
 
 COLUMNS = 32
@@ -301,7 +301,7 @@ def expected_clocks(work: ConvWork, device: CudaDevice, cut: Cut) -> float:
         cut.rows * cut.segment * cut.warps_n * COLUMNS,
     )
     for count, size in zip(elements, (layout.x_bytes, layout.y_bytes), strict=True):
-        issued += count * layout.item / size / 32 * (16 if split else 8)
+        issued += count * layout.item * (8 / size + (8 / CHUNK_BYTES if split else 0)) / 32
     moved = sum(elements) * layout.item
     products = taken * fragments * parts * 1024
     unit = max(issued / ISSUED, products / PRODUCTS, taken * loads, moved / BYTES)
