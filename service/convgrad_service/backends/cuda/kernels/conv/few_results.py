@@ -134,7 +134,10 @@ class FewResults(Solver[ConvWork, Cut]):
             cut.shared_bytes(of),
         )
         return Fragment(
-            f"{self.name}_{work.direction}", (launch,), expected_s=expected_s(of, device, cut)
+            f"{self.name}_{work.direction}",
+            (launch,),
+            expected_s=expected_s(of, device, cut),
+            order=str(cut.shares),
         )
 
     def instances(self) -> Iterable[Instance]:
