@@ -7,11 +7,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
-from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import fill
-from convgrad_service.backends.cuda.kernels.conv.dense_tiles import uses_3xtf32
 from convgrad_service.backends.cuda.kernels.conv.hopper_first_data_forms import (
     GROUPS,
+    LOADERS,
     ROW_BYTES,
     STATIC_BYTES,
     STEP,
@@ -59,27 +58,16 @@ class Cut:
     row_segments: int
 
 
-NEEDS = Requirements(hopper=True, dilated=False)
+NEEDS = Requirements(tf32=True, hopper=True, dilated=False)
 
 
 class HopperFirstData(Solver[ConvWork, tuple[Form, Cut]]):
     """bwd_data where one of ``SHAPES`` fits: few channels of the input, up to 128 of grad_output.
 
-    Takes 16-bit types, float32 as TF32 (``precision: high``), and float32 as six bfloat16
-    products.
+    Takes 16-bit types, and float32 as TF32 (``precision: high``).
     """
 
     name = "hopper_first_data"
-
-    def __init__(self, *, sparse: bool = False) -> None:
-        """Create the family.
-
-        Parameters
-        ----------
-        sparse
-            Whether it takes work of which most columns, or rows of the kernel, would be padding.
-        """
-        self._sparse = sparse
 
     def solve(self, work: ConvWork, device: CudaDevice) -> tuple[Form, Cut] | str:
         """See `Family.why_not`. Splitting along N, D or H does not change the answer."""
@@ -102,8 +90,6 @@ class HopperFirstData(Solver[ConvWork, tuple[Form, Cut]]):
                 f"{work.stride[2]} x {work.in_channels} columns, {work.out_channels} channels: "
                 "no instance has the room"
             )
-        if not self._sparse and _sparse(work, form):
-            return "one row of the kernel, or true float32, would leave most of a tile"
         cut = _cut(work, form, device)
         return "its blocks are more than one grid holds" if cut is None else (form, cut)
 
@@ -127,7 +113,7 @@ class HopperFirstData(Solver[ConvWork, tuple[Form, Cut]]):
         launch = Launch(
             _instance(form),
             (_blocks(work, cut), form.row_step, 1),
-            (128 * cut.warpgroups + form.loaders, 1, 1),
+            (128 * cut.warpgroups + LOADERS, 1, 1),
             pack_maps(
                 args,
                 {"y_map": (y.operand, _map(work, y.operand, form, cut))},
@@ -142,19 +128,16 @@ class HopperFirstData(Solver[ConvWork, tuple[Form, Cut]]):
         return Fragment(self.name, (*y.steps, launch), y.workspace, expected_s=expected_s)
 
     def instances(self) -> Iterable[Instance]:
-        kinds = [(dtype, False) for dtype in DTYPES] + [(DType.FLOAT32, True)]
-        forms = (
-            Form(dtype, split, shape) for dtype, split in kinds for shape in shapes_of(dtype, split)
-        )
+        forms = (Form(dtype, shape) for dtype in DTYPES for shape in shapes_of(dtype))
         return [_instance(form) for form in forms if form.fits]
 
 
 def _form(work: ConvWork) -> Form | None:
     """Return the cheapest instance with sufficient capacity, or None."""
-    split, stride, taps = uses_3xtf32(work), work.stride[1], _taps(work)[1]
+    stride, taps = work.stride[1], _taps(work)[1]
     forms = (
-        Form(work.dtype, split, shape, row_step, work.kernel[0], taps)
-        for shape in shapes_of(work.dtype, split)
+        Form(work.dtype, shape, row_step, work.kernel[0], taps)
+        for shape in shapes_of(work.dtype)
         for row_step in (1, stride)
         if row_step <= MAX_GRID_YZ
     )
@@ -162,7 +145,6 @@ def _form(work: ConvWork) -> Form | None:
         form
         for form in forms
         if form.fits
-        and form.pays
         and ceil_div(work.kernel[1], form.row_step) <= form.shape.rows
         and stride // form.row_step <= form.shape.most_finished
         and work.stride[2] * work.in_channels <= form.shape.eights * 8
@@ -187,20 +169,6 @@ def _plain(work: ConvWork) -> int:
     outer = zip((n, d, h), (work.batch, *work.input[:2]), strict=True)
     even = all(stride % 2 == 0 for stride, extent in outer if extent > 1)
     return IN_TWOS if adjacent and even and not (work.stride[2] * channels | row) % 2 else 1
-
-
-def _sparse(work: ConvWork, form: Form) -> bool:
-    """Return whether most of the columns are padding.
-
-    On an H200, with one row of the kernel col2im took 0.67 of this family's time, and in true
-    float32 0.4 to 0.8 of it in 3D and 0.4 to 0.7 of it with 32 groups, but 0.95 to 2.1 of it with
-    more.
-    """
-    if work.kernel[1] == 1:
-        return True
-    padded = 2 * work.stride[2] * work.in_channels < form.shape.eights * 8
-    few = ceil_div(work.input[2], work.stride[2]) <= GROUPS // 2
-    return form.split and (work.kernel[0] > 1 or (padded and few))
 
 
 def _taps(work: ConvWork) -> tuple[int, int]:
@@ -240,7 +208,7 @@ def _map(work: ConvWork, y: Operand, form: Form, cut: Cut) -> TiledMap:
         sizes,
         strides,
         swizzle=128,
-        round_to_tf32=form.wide and not form.split,
+        round_to_tf32=form.wide,
         box=(ROW_BYTES // item, form.positions(cut.warpgroups), 1, 1, 1),
     )
 
@@ -277,8 +245,7 @@ def _clocks(work: ConvWork, form: Form, cut: Cut, device: CudaDevice) -> float:
     shared = form.shared_bytes(cut.warpgroups) + STATIC_BYTES
     fitting = device.shared_bytes_per_multiprocessor // shared
     together = max(1, min(form.together(cut.warpgroups), fitting))
-    # With split operands, one warpgroup takes as long as two.
-    alone = (2 if form.split else cut.warpgroups) * form.product_clocks
+    alone = cut.warpgroups * form.product_clocks
     # Each segment also reads the rows before its first, of all planes that its taps meet.
     walked = cut.segment_rows + (work.kernel[1] - 1) // work.stride[1]
     walked *= ceil_div(form.planes, work.stride[0])
@@ -299,7 +266,6 @@ def _instance(form: Form) -> Instance:
         "conv/hopper_first_data.cu",
         HOPPER,
         ELEMENT=form.dtype,
-        SPLIT=form.split,
         **macros_of(form.shape, "rows", "eights", "taps", "steps"),
         **macros_of(form, "stages", "blocks"),
     )
