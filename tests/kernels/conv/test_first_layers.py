@@ -11,7 +11,6 @@ from convgrad.contract import OPERATIONS
 from convgrad.contract.base import validate
 from convgrad_service.backends.base import Backend
 from convgrad_service.backends.cuda.families import DENSE, DENSE_WEIGHT, FAMILIES
-from convgrad_service.backends.cuda.kernels.conv.few_results import FewResults
 from convgrad_service.backends.cuda.kernels.conv.first_forward import FirstForward
 from convgrad_service.backends.cuda.kernels.conv.first_weight import FirstWeight
 from convgrad_service.backends.cuda.kernels.conv.hopper_first_data import HopperFirstData
@@ -32,7 +31,7 @@ from tests.support.numerics.oracle import expected
 FIRST = replace(
     FAMILIES,
     fwd=(PatchProducts(DENSE), FirstForward(), *FAMILIES.fwd),
-    bwd_data=(PatchProducts(DENSE), HopperFirstData(), FewResults(), *FAMILIES.bwd_data),
+    bwd_data=(PatchProducts(DENSE), HopperFirstData(), *FAMILIES.bwd_data),
     bwd_weight=(
         PatchProducts(DENSE_WEIGHT),
         HopperFirstTaps(),
@@ -115,7 +114,7 @@ def test_emulated(seed: int, case: Case, dtype: str, gate: str) -> None:
     _compare(EmulatedBackend(FIRST), seed, case, dtype, gate)
 
 
-# True float32 with few channels: forward and backward by FMA.
+# True float32 with few channels: backward as products of bfloat16, forward by FMA.
 EXACT = [
     case.with_params("highest", precision="highest")
     for case in CASES

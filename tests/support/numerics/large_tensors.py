@@ -149,7 +149,7 @@ LARGE = {
     "first_data_high": LargeCase(
         DATA, FIRST, 14_400, "hopper_first_data", dtype="float32", params={"precision": "high"}
     ),
-    "few_results": LargeCase(DATA, FIRST, 14_400, "few_results", dtype="float32"),
+    "first_data_highest": LargeCase(DATA, FIRST, 14_400, "hopper_first_data", dtype="float32"),
     "first_taps": LargeCase(WEIGHT, FIRST, 14_400, "hopper_first_taps", params=WIDE),
     "first_taps_of_one_image": LargeCase(
         WEIGHT, replace(FIRST, n=1), 43_200, "hopper_first_taps", "H", params=WIDE

@@ -16,7 +16,7 @@ from convgrad_service.backends.cuda.kernels.conv.channel_sums import ChannelSums
 from convgrad_service.backends.cuda.kernels.conv.col2im import Col2im
 from convgrad_service.backends.cuda.kernels.conv.dense_gather import DenseGather
 from convgrad_service.backends.cuda.kernels.conv.dense_weight import DenseWeight
-from convgrad_service.backends.cuda.kernels.conv.few_results import FewResults
+from convgrad_service.backends.cuda.kernels.conv.few_gather import FewGather
 from convgrad_service.backends.cuda.kernels.conv.few_sources import FewSources
 from convgrad_service.backends.cuda.kernels.conv.first_forward import FirstForward
 from convgrad_service.backends.cuda.kernels.conv.first_weight import FirstWeight
@@ -92,6 +92,10 @@ __all__ = ["FAMILIES"]
 OVERHEADS = {
     "grouped_gather": Overhead(0.0),
     "first_weight": Overhead(0.0),
+    "hopper_first_taps": Overhead(0.0),
+    "col2im": Overhead(4e-6),
+    "patch_products": Overhead(6e-6),
+    "zero_insertion": Overhead(0.0),
     "grouped_weight": Overhead(0.0),
     "hopper_grouped_weight": Overhead(5.7e-6, 0.97),
     "implicit_gemm": Overhead(0.0, 1.0, 4e-6),
@@ -328,16 +332,17 @@ def _few_channels(
 
 
 FEW_FORWARD = _few_channels(
-    PatchProducts(DENSE), FewSources(), FirstForward(), FewResults(), COL2IM, others=LAST_GATHERS
+    PatchProducts(DENSE), FewSources(), FirstForward(), FewGather(), COL2IM, others=LAST_GATHERS
 )
 FEW_DATA = _few_channels(
     PatchProducts(DENSE),
     FewSources(),
-    FewResults(),
+    FewGather(),
     HopperFirstData(),
     COL2IM,
     FirstForward(),
-    others=(ZeroInsertion((*DENSE, *IMPLICIT_GEMMS), (DType.FLOAT32,)), *LAST_GATHERS),
+    ZeroInsertion((*DENSE, *IMPLICIT_GEMMS), (DType.FLOAT32,)),
+    others=LAST_GATHERS,
 )
 FEW_WEIGHT = _few_channels(
     PatchProducts(DENSE_WEIGHT), HopperFirstTaps(), FirstWeight(), others=LAST_WEIGHTS

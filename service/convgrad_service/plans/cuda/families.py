@@ -26,7 +26,16 @@ from convgrad_service.plans.cuda.works import (
     WindowWork,
 )
 
-__all__ = ["Chosen", "Families", "Family", "FastestExpected", "Overhead", "Selector", "Work"]
+__all__ = [
+    "COPY_BYTES_S",
+    "Chosen",
+    "Families",
+    "Family",
+    "FastestExpected",
+    "Overhead",
+    "Selector",
+    "Work",
+]
 __all__ += ["Solver", "choose"]
 
 Work = ConvWork | FusedWork | ChannelSums | PoolWork | WindowWork | UnpoolWork | Copy

@@ -39,9 +39,6 @@ MOST_TILES = 256
 # By instance, the pairs of column tiles whose weights a warp keeps in registers.
 REGISTER_WEIGHTS = (4, 11)
 MOST_WARPS = 12
-# With a longer stride, rows of fewer results: on an H200, implicit_gemm and gather_direct take 0.15
-# to 0.70 of the time of six such layers.
-MOST_STRIDE, FEW_COLUMNS = 3, 32
 BLACKWELL = (10, 0)
 BEFORE_BLACKWELL = architectures_before(BLACKWELL)
 """Architectures with enough registers for the largest instances."""
@@ -51,9 +48,11 @@ STATIC_BYTES = 4096
 REGISTERS, REGISTERS_OF_THREAD = 65536, 168
 MAX_INDEX = 2**31 - 1
 # Fitted to an H200, in clocks of an SM: of a warp's products of a pair of column tiles, and of one
-# by FMA; of a column tile of windows, and of a warp's results, per byte of an element; of a unit.
-PAIR_CLOCKS, EXACT_CLOCKS, LAID_CLOCKS, STORED_CLOCKS, UNIT_CLOCKS = 6, 90, 0.2, 60, 800
-START_S, CLOCKS_PER_S, BYTES_S = 5e-6, 1.7e9, 3e12
+# by FMA; of a byte of a column tile of windows; of a word that is copied; of a warp's results,
+# stored in chunks or one by one; of a unit; and of a byte of weights for each warp.
+PAIR_CLOCKS, EXACT_CLOCKS, LAID_CLOCKS, COPIED_CLOCKS = 44, 109, 0.07, 0.35
+STORED_CLOCKS, APART_CLOCKS, UNIT_CLOCKS, WEIGHT_CLOCKS = 70, 186, 2050, 7.8
+START_S, CLOCKS_PER_S, BYTES_S = 7e-6, 1.7e9, 1.7e12
 
 
 WindowArgs = structure("conv/first_windows.cuh", "WindowArgs")
@@ -96,9 +95,6 @@ class FirstForward(Solver[ConvWork, Cut]):
         tiles = _column_tiles(work)
         if tiles > MOST_WARPS or work.kernel[1] * tiles > MOST_TILES:
             return f"{work.kernel[1]} rows of {tiles} tiles of columns"
-        # Rows of signals are cut into pieces, so that their length decides nothing.
-        if work.stride[2] > MOST_STRIDE and work.output[2] < FEW_COLUMNS and work.conv.ndim > 1:
-            return f"rows of {work.output[2]} results, {work.stride[2]} columns apart"
         row = prod(work.input[1:]) * work.in_channels
         if max(work.pixels, row) * 16 > MAX_INDEX:
             return "positions are more than 32 bits count"
@@ -141,7 +137,7 @@ class FirstForward(Solver[ConvWork, Cut]):
             pack(args, x=x.operand, w=work.w, y=work.y, accumulate=work.accumulate, bias=work.bias),
             cut.shared_bytes - STATIC_BYTES,
         )
-        expected_s = _expected_s(work, cut, args.windows.units, args.ranges, device)
+        expected_s = _expected_s(work, cut, args, device)
         return Fragment(name, (*x.steps, launch), x.workspace, expected_s=expected_s)
 
     def instances(self) -> Iterable[Instance]:
@@ -153,18 +149,22 @@ class FirstForward(Solver[ConvWork, Cut]):
         ]
 
 
-def _expected_s(work: ConvWork, cut: Cut, units: int, ranges: int, device: CudaDevice) -> float:
-    """Return the seconds that the launch should take."""
-    warps, windows = cut.threads // 32, work.stride[1] * cut.unit_rows * cut.segment
+def _expected_s(work: ConvWork, cut: Cut, args: Any, device: CudaDevice) -> float:
+    """Return the seconds that the launch should take; ``args`` are its parameters."""
+    warps, item, units = cut.threads // 32, work.dtype.itemsize, args.windows.units
     rate = EXACT_CLOCKS if _is_exact(work) else PAIR_CLOCKS
-    products = work.kernel[0] * _pairs(work) * rate * warps
+    rows = work.stride[1] * cut.unit_rows
     # With several taps along D, steps do not reuse windows.
-    laid = work.kernel[0] * windows * _column_tiles(work) * LAID_CLOCKS * work.dtype.itemsize
-    busy = products + laid + STORED_CLOCKS * warps * work.dtype.itemsize
-    blocks = ceil_div(work.out_channels, CHANNELS * cut.warp_channels)
-    alone = ceil_div(units, ranges) * (UNIT_CLOCKS * work.kernel[0] + busy)
-    clocks = max(alone, units * blocks / device.multiprocessors * busy)
-    moved = work.elements * work.dtype.itemsize / BYTES_S
+    busy = _pairs(work) * rate * warps
+    busy += rows * cut.segment * _column_tiles(work) * LAID_CLOCKS * item
+    busy += rows * args.windows.row_words * COPIED_CLOCKS
+    busy *= work.kernel[0]
+    busy += warps * (STORED_CLOCKS if args.wide_stores else APART_CLOCKS)
+    alone = ceil_div(units, args.ranges) * (UNIT_CLOCKS * work.kernel[0] + busy)
+    # Each block lays out weights first.
+    alone += _weight_bytes(work, cut.warp_channels) / warps * WEIGHT_CLOCKS
+    clocks = max(alone, units * args.channel_blocks / device.multiprocessors * busy)
+    moved = work.elements * item / BYTES_S
     return START_S + max(clocks / CLOCKS_PER_S, moved)
 
 

@@ -13,8 +13,12 @@
 //   thread loads rows of y by TMA; each consumer warpgroup has 64 groups and waits for the loads only. In
 //   shared memory a position is rows of 128 bytes: of 64 16-bit channels each, or of 32 in float32. Each of
 //   the steps along W is the same rows from one position further on.
-// float32 is rounded to TF32.
-// Threads: 128 for each 64 groups, and 32.
+// float32 is rounded to TF32, or with SPLIT taken as three bfloat16 parts: six products, which keeps all terms
+//   of at least 2^-25 of the largest. The weights' parts are in shared memory, y's are made in registers.
+//   The largest products are accumulated in float32 every few steps, because tensor cores truncate each of
+//   their sums. Power-of-two scales (core/split_floats.cuh), one for the weights and one per warp's part of
+//   a row of y, keep the split exact for tiny and huge values.
+// Threads: 128 for each 64 groups, and 32 (with SPLIT 128).
 // Shared memory (dynamic): 1,024 bytes of alignment, STAGES rows of y, and the weights of each tap along D and
 //   step, all columns by as many channels; counted by hopper_first_data.py. Initially the end of the stages holds the weights
 //   as loaded.
@@ -34,6 +38,7 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, BLOCKS)
     hopper_first_data(const __grid_constant__ HopperFirstDataArgs args) {
   extern __shared__ uint4 shared[];
   __shared__ u64 barriers[2 * STAGES + 1];
+  __shared__ Extremes of_weights;
   const int thread = threadIdx.x, lane = thread & 31;
   // Warp-uniform, which the compiler infers only from a shuffle.
   const int warp = __shfl_sync(0xffffffff, thread / 32, 0);
@@ -54,10 +59,12 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, BLOCKS)
     }
     mbarrier_init(come, 1);
     fence_mbarrier_init();
+    of_weights = Extremes::none();
   }
   __syncthreads();
 
   if (warp >= args.warpgroups * 4) {
+    if constexpr (kSplit) setmaxnreg_dec<40>();
     if (warp > args.warpgroups * 4 || lane > 0) return;
     if (args.w_bytes > 0) {
       mbarrier_arrive_expect_tx(come, args.w_bytes);
@@ -82,12 +89,28 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, BLOCKS)
     return;
   }
 
+  if constexpr (kSplit) setmaxnreg_inc<232>();
   if (args.w_bytes > 0) mbarrier_wait(come, 0);
   const T* const w =
       args.w_bytes > 0 ? reinterpret_cast<const T*>(as_they_come) : static_cast<const T*>(args.w);
   const int threads = args.warpgroups * 128;
-  lay_weights(args, w, weights, thread, threads);
+  const Extremes seen = lay_weights(args, w, weights, thread, threads).of_warp();
   fence_proxy_async();
+  [[maybe_unused]] SplitScale w_power, y_power;
+  [[maybe_unused]] int w_most = 0;  // the largest weight's biased exponent, scaled
+  if constexpr (kSplit) {
+    if (lane == 0) {
+      atomicMin(&of_weights.least, seen.least);
+      atomicMax(&of_weights.most, seen.most);
+    }
+    named_barrier_sync(kWeightsLaid, threads);
+    w_power.choose(of_weights, 0, false);
+    w_most = of_weights.exponent() + w_power.exponent;
+    if (w_power.exponent != 0) {
+      lay_weights(args, w, weights, thread, threads, w_power.scale());
+      fence_proxy_async();
+    }
+  }
   __syncwarp();
   if (lane == 0) {
 #pragma unroll
@@ -101,7 +124,7 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, BLOCKS)
   [[maybe_unused]] float finished[kMostFinished][4];
   const int tile = warp / 4;
   const i64 plane_at = share.n * args.x_stride[0] + share.d * args.x_stride[3];
-  const int own_row = tile * 64 + warp % 4 * 16 + (lane >> 2);
+  const int own_row = tile * 64 + warp % 4 * 16 + row_of(lane >> 2);
   const int own_group = first_group + own_row, own_column = (lane & 3) * 2;
   // Their offsets in a row of x, and whether they exist.
   int own_at[kEights][2];
@@ -159,8 +182,9 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, BLOCKS)
 
   const u64 b_first = sw128_k_major_descriptor(shared_address(weights));
   const u32 plane_bytes = args.taps * kTapBytes;
-  const auto b_at = [&](u64 plane, int tap, int product) {
-    return plane + tap * (kTapBytes / 16) + product / 4 * (kSubBytes / 16) + product % 4 * 2;
+  const u64 b_part = args.kernel[0] * plane_bytes / 16;
+  const auto b_at = [&](u64 plane, int part, int tap, int product) {
+    return plane + part * b_part + tap * (kTapBytes / 16) + product / 4 * (kSubBytes / 16) + product % 4 * 2;
   };
 
   int stage = 0;
@@ -173,24 +197,95 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, BLOCKS)
         const u64 plane = b_first + (share.tap + j * args.stride[0]) * plane_bytes / 16;
         const u32 rows = ring + stage * stage_bytes;
         mbarrier_wait(full + stage * 8, parity);
-        fence_accumulators(sum);
-        wgmma_fence();
-        const u64 a = sw128_k_major_descriptor_at_row(rows, tile * 64);
+        if constexpr (!kSplit) {
+          fence_accumulators(sum);
+          wgmma_fence();
+          const u64 a = sw128_k_major_descriptor_at_row(rows, tile * 64);
 #pragma unroll(TAPS > 0 ? TAPS : 1)
-        for (int tap = 0; tap < (TAPS > 0 ? TAPS : args.taps); ++tap) {
+          for (int tap = 0; tap < (TAPS > 0 ? TAPS : args.taps); ++tap) {
 #pragma unroll
-          for (int product = 0; product < kProducts; ++product) {
-            const u64 sub = product / 4 * (args.sub_bytes / 16);
-            Wgmma<T, kAll>::issue(sum, a + sub + tap * (kRowBytes / 16) + product % 4 * 2,
-                                  b_at(plane, tap, product), 1);
+            for (int product = 0; product < kProducts; ++product) {
+              const u64 sub = product / 4 * (args.sub_bytes / 16);
+              Wgmma<T, kAll>::issue(sum, a + sub + tap * (kRowBytes / 16) + product % 4 * 2,
+                                    b_at(plane, 0, tap, product), 1);
+            }
+            if constexpr (TAPS == 0) wgmma_commit();
           }
-          if constexpr (TAPS == 0) wgmma_commit();
+          if constexpr (TAPS > 0) wgmma_commit();
+          // Stores the rows that the previous row of y completed while wgmmas run.
+          if (kLater && j == 0 && p > share.p0) write_rows(p - 1);
+          wgmma_wait<0>();
+          fence_accumulators(sum);
+        } else {
+          // Inspects the warp's part of the row: positions of the first and last step cover all of
+          // it.
+          Extremes seen = Extremes::none();
+#pragma unroll 1
+          for (int i = 0; i < 2 * STEPS; ++i) {
+            const int step = i / 2, tap = i % 2 * (args.taps - 1);
+            const u32 from = rows + step / 2 * args.sub_bytes +
+                             chunk_at(own_row + tap, step % 2 * 4 + (lane & 3));
+            u32 some[2][4];
+            ld_shared_v4(some[0], from);
+            ld_shared_v4(some[1], from + 8 * kRowBytes);
+#pragma unroll
+            for (int e = 0; e < 8; ++e) seen.add(some[e / 4][e % 4]);
+          }
+          if (__any_sync(0xffffffff, !y_power.covers(seen, w_most, w_power.exponent > 0))) {
+            y_power.choose(seen.of_warp(), w_most, w_power.exponent > 0);
+          }
+          const float by = y_power.scale(), back = power_of_two(-y_power.exponent - w_power.exponent);
+          // Accumulators of products of the largest parts, in two halves, and of all other products.
+          float large[2][kAll][4], small[kAll][4];
+          u32 parts[2][3][4];
+          u32 words[2][4];
+          const auto load = [&](int tap, int step) {
+            const u32 from = rows + step / 2 * args.sub_bytes +
+                             chunk_at(own_row + tap, step % 2 * 4 + (lane & 3));
+            ld_shared_v4(words[0], from);
+            ld_shared_v4(words[1], from + 8 * kRowBytes);
+          };
+          load(0, 0);
+#pragma unroll 1
+          for (int tap = 0; tap < args.taps; ++tap) {
+#pragma unroll
+            for (int step = 0; step < STEPS; ++step) {
+              const int turn = step & 1, half = step >= STEPS / 2;
+#pragma unroll
+              for (int i = 0; i < 4; ++i) {
+                u32 some[3];
+                split_x2(__uint_as_float(words[i & 1][i / 2 * 2]) * by,
+                          __uint_as_float(words[i & 1][i / 2 * 2 + 1]) * by, some);
+#pragma unroll
+                for (int part = 0; part < 3; ++part) parts[turn][part][i] = some[part];
+              }
+#pragma unroll
+              for (int part = 0; part < 3; ++part) fence_registers(parts[turn][part]);
+              // Load the next operands while these wgmmas run.
+              load(step + 1 < STEPS ? tap : min(tap + 1, args.taps - 1), (step + 1) % STEPS);
+              wgmma_fence();
+              const auto issue = [&](float(&to)[kAll][4], int of_a, int of_b, int add) {
+                Wgmma<bf16, kAll>::issue(to, parts[turn][of_a], b_at(plane, of_b, tap, step), add);
+              };
+              issue(large[half], 0, 0, step != 0 && step != STEPS / 2);
+              issue(small, 0, 1, tap + step > 0);
+              issue(small, 1, 0, 1);
+              issue(small, 1, 1, 1);
+              issue(small, 0, 2, 1);
+              issue(small, 2, 0, 1);
+              wgmma_commit();
+              if (step == 0 && kLater && j == 0 && tap == 0 && p > share.p0) write_rows(p - 1);
+              wgmma_wait<1>();
+#pragma unroll
+              for (int part = 0; part < 3; ++part) fence_registers(parts[turn ^ 1][part]);
+              if (step == STEPS / 2) accumulate_scaled(sum, large[0], back);
+            }
+            wgmma_wait<0>();
+            accumulate_scaled(sum, large[1], back);
+            fence_accumulators(small);
+          }
+          accumulate_scaled(sum, small, back);
         }
-        if constexpr (TAPS > 0) wgmma_commit();
-        // Stores the rows that the previous row of y completed while wgmmas run.
-        if (kLater && j == 0 && p > share.p0) write_rows(p - 1);
-        wgmma_wait<0>();
-        fence_accumulators(sum);
         __syncwarp();
         if (lane == 0) mbarrier_arrive(empty + stage * 8);
         if (++stage == STAGES) stage = 0, parity ^= 1;

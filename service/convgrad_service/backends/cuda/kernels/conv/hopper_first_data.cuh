@@ -1,5 +1,5 @@
 // Kernel parameters, work of a block, constants and weight layout of hopper_first_data.cu.
-// Macros: ELEMENT, ROWS, EIGHTS, TAPS (0: as many as args.taps), STEPS, STAGES.
+// Macros: ELEMENT, SPLIT, ROWS, EIGHTS, TAPS (0: as many as args.taps), STEPS, STAGES.
 //
 // Positions of x along W form groups of `stride`. Group i reads the positions of y from i + first_tap, at
 // the same steps as every other group. Then
@@ -11,6 +11,7 @@
 
 #include "core/divider.cuh"
 #include "core/epilogue.cuh"
+#include "core/split_floats.cuh"
 #include "ptx/load_store.cuh"
 #include "ptx/tma.cuh"
 
@@ -103,7 +104,7 @@ __device__ inline void put_one(const HopperFirstDataArgs& args, const Share& sha
 }
 
 using FirstElement = ELEMENT;
-constexpr bool kWide = sizeof(FirstElement) == 4;
+constexpr bool kWide = sizeof(FirstElement) == 4, kSplit = SPLIT;
 // 8-column fragments of a kernel row, and of all.
 constexpr int kEights = EIGHTS, kAll = ROWS * kEights;
 // Whether there are registers to store results while the next row's wgmmas run.
@@ -111,12 +112,14 @@ constexpr bool kLater = kEights == 1;
 constexpr int kMostFinished = 2;  // in that case, the most rows of x that a row of y completes
 constexpr int kColumns = kAll * 8, kRowColumns = kEights * 8;
 constexpr int kSubChannels = kWide ? 32 : 64;
-constexpr int kSubs = (16 * STEPS + kSubChannels - 1) / kSubChannels;  // rows of 128 bytes per position of y, and per column of the weights
-constexpr int kProducts = kWide ? 2 * STEPS : STEPS;  // wgmmas per step along W
-constexpr u32 kRowBytes = 128, kSubBytes = kColumns * kRowBytes, kTapBytes = kSubs * kSubBytes;
+constexpr int kSubs = (16 * STEPS + kSubChannels - 1) / kSubChannels;  // rows of 128 bytes per position of y,
+constexpr int kWeightSubs = kSplit ? (STEPS + 3) / 4 : kSubs;          // and per column of the weights
+constexpr int kParts = kSplit ? 3 : 1;
+constexpr int kProducts = kWide && !kSplit ? 2 * STEPS : STEPS;  // wgmmas per step along W
+constexpr u32 kRowBytes = 128, kSubBytes = kColumns * kRowBytes, kTapBytes = kWeightSubs * kSubBytes;
 constexpr int kFree = STAGES - 2;  // stages free for y while the others hold the weights as loaded
 constexpr int kWeightsLaid = 1;    // a named barrier
-constexpr int kLoaders = 32;       // producer threads
+constexpr int kLoaders = kSplit ? 128 : 32;  // producer threads; a warpgroup, to release registers
 // Two warpgroups, unless accumulators of two such blocks would not fit into the registers.
 constexpr int kMostThreads = (kEights == 1 ? 256 : 128) + kLoaders;
 
@@ -128,6 +131,16 @@ struct Count {
 // The swizzled offset of a 16-byte chunk of a row.
 __device__ __forceinline__ u32 chunk_at(u32 row, u32 chunk) {
   return row * kRowBytes + (chunk ^ (row & 7)) * 16;
+}
+
+// K is permuted so that a lane's part of A is four contiguous channels of y, which it loads at
+// once: the pairs of both halves of K.
+__device__ __forceinline__ constexpr int channel_of(int place) {
+  return place / 2 % 4 * 4 + place / 8 * 2 + place % 2;
+}
+// The row of eight that a lane has, permuted to avoid bank conflicts.
+__device__ __forceinline__ constexpr int row_of(int of_eight) {
+  return kSplit ? of_eight / 2 + of_eight % 2 * 4 : of_eight;
 }
 
 // Rounds and stores two consecutive elements, or one.
@@ -146,24 +159,35 @@ __device__ __forceinline__ void put_one(bool wanted, float* to, float value) {
   store_if(wanted, to, __float_as_uint(value));
 }
 
-// Packs a chunk of a weight operand.
+// Packs a chunk of a weight operand, or of its three scaled parts.
 template <class E>
-__device__ __forceinline__ void pack(const E (&values)[8], u32 (&words)[4]) {
+__device__ __forceinline__ void pack(const E (&values)[8], u32 (&words)[1][4], float) {
 #pragma unroll
   for (int e = 0; e < 4; ++e) {
-    words[e] = values[2 * e].bits | static_cast<u32>(values[2 * e + 1].bits) << 16;
+    words[0][e] = values[2 * e].bits | static_cast<u32>(values[2 * e + 1].bits) << 16;
   }
 }
-__device__ __forceinline__ void pack(const float (&values)[4], u32 (&words)[4]) {
+__device__ __forceinline__ void pack(const float (&values)[4], u32 (&words)[1][4], float) {
 #pragma unroll
-  for (int e = 0; e < 4; ++e) words[e] = to_tf32(__float_as_uint(values[e]));
+  for (int e = 0; e < 4; ++e) words[0][e] = to_tf32(__float_as_uint(values[e]));
+}
+__device__ __forceinline__ void pack(const float (&values)[8], u32 (&words)[3][4], float by) {
+#pragma unroll
+  for (int e = 0; e < 4; ++e) {
+    u32 parts[3];
+    split_x2(values[2 * e] * by, values[2 * e + 1] * by, parts);
+#pragma unroll
+    for (int part = 0; part < 3; ++part) words[part][e] = parts[part];
+  }
 }
 
-// Writes the B operands to shared memory, by taps along D and steps along W: columns are kernel rows x (b, c),
-// padded to 8.
-__device__ __forceinline__ void lay_weights(const HopperFirstDataArgs& args, const FirstElement* w,
-                                            char* to, int thread, int threads) {
-  constexpr int kOfChunk = kWide ? 4 : 8;
+// Writes the B operands to shared memory, by parts, taps along D and steps along W: columns are kernel rows
+// x (b, c), padded to 8. Weights to be split are multiplied by `by`. Returns the extremes of the weights
+// that this thread read.
+__device__ __forceinline__ Extremes lay_weights(const HopperFirstDataArgs& args, const FirstElement* w,
+                                                char* to, int thread, int threads, float by = 1) {
+  Extremes seen = Extremes::none();
+  constexpr int kOfChunk = kWide && !kSplit ? 4 : 8;
   constexpr int kChunks = 16 * STEPS / kOfChunk;
   const int taps = args.kernel[0] * args.taps;
 #pragma unroll 2
@@ -179,14 +203,24 @@ __device__ __forceinline__ void lay_weights(const HopperFirstDataArgs& args, con
     FirstElement values[kOfChunk] = {};
 #pragma unroll
     for (int e = 0; e < kOfChunk; ++e) {
-      const int k = chunk * kOfChunk + e;
+      const int place = chunk * kOfChunk + e;
+      const int k = kSplit ? place / 16 * 16 + channel_of(place % 16) : place;
       if (there && k < args.y_channels) values[e] = from[k * args.w_stride[1]];
     }
-    u32 words[4];
-    pack(values, words);
-    *reinterpret_cast<uint4*>(to + tap * kTapBytes + chunk / 8 * kSubBytes + chunk_at(column, chunk % 8)) =
-        make_uint4(words[0], words[1], words[2], words[3]);
+    if constexpr (kSplit) {
+#pragma unroll
+      for (int e = 0; e < kOfChunk; ++e) seen.add(__float_as_uint(widen(values[e])));
+    }
+    u32 words[kParts][4];
+    pack(values, words, by);
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      *reinterpret_cast<uint4*>(to + (part * taps + tap) * kTapBytes + chunk / 8 * kSubBytes +
+                                chunk_at(column, chunk % 8)) =
+          make_uint4(words[part][0], words[part][1], words[part][2], words[part][3]);
+    }
   }
+  return seen;
 }
 
 }  // namespace convgrad

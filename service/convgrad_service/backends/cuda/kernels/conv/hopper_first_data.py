@@ -7,10 +7,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
+from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import fill
+from convgrad_service.backends.cuda.kernels.conv.dense_tiles import uses_3xtf32
 from convgrad_service.backends.cuda.kernels.conv.hopper_first_data_forms import (
     GROUPS,
-    LOADERS,
     ROW_BYTES,
     STATIC_BYTES,
     STEP,
@@ -43,7 +44,7 @@ IN_TWOS = 3
 # Cost model, fitted to an H200, in clocks: an SM's overhead per row of y; the latency per row of a
 # block that runs alone; and a block's start, per tap along D.
 ROW_CLOCKS, WAIT_CLOCKS, START_CLOCKS = 300, 500, 6000
-START_S, CLOCKS_PER_S, BYTES_S = 4e-6, 1.7e9, 3e12
+START_S, CLOCKS_PER_S, BYTES_S = 8.5e-6, 1.8e9, 4.6e12
 
 
 HopperFirstDataArgs = structure("conv/hopper_first_data.cuh", "HopperFirstDataArgs")
@@ -58,13 +59,14 @@ class Cut:
     row_segments: int
 
 
-NEEDS = Requirements(tf32=True, hopper=True, dilated=False)
+NEEDS = Requirements(hopper=True, dilated=False)
 
 
 class HopperFirstData(Solver[ConvWork, tuple[Form, Cut]]):
     """bwd_data where one of ``SHAPES`` fits: few channels of the input, up to 128 of grad_output.
 
-    Takes 16-bit types, and float32 as TF32 (``precision: high``).
+    Takes 16-bit types, float32 as TF32 (``precision: high``), and float32 as six bfloat16
+    products.
     """
 
     name = "hopper_first_data"
@@ -113,7 +115,7 @@ class HopperFirstData(Solver[ConvWork, tuple[Form, Cut]]):
         launch = Launch(
             _instance(form),
             (_blocks(work, cut), form.row_step, 1),
-            (128 * cut.warpgroups + LOADERS, 1, 1),
+            (128 * cut.warpgroups + form.loaders, 1, 1),
             pack_maps(
                 args,
                 {"y_map": (y.operand, _map(work, y.operand, form, cut))},
@@ -128,16 +130,19 @@ class HopperFirstData(Solver[ConvWork, tuple[Form, Cut]]):
         return Fragment(self.name, (*y.steps, launch), y.workspace, expected_s=expected_s)
 
     def instances(self) -> Iterable[Instance]:
-        forms = (Form(dtype, shape) for dtype in DTYPES for shape in shapes_of(dtype))
+        kinds = [(dtype, False) for dtype in DTYPES] + [(DType.FLOAT32, True)]
+        forms = (
+            Form(dtype, split, shape) for dtype, split in kinds for shape in shapes_of(dtype, split)
+        )
         return [_instance(form) for form in forms if form.fits]
 
 
 def _form(work: ConvWork) -> Form | None:
     """Return the cheapest instance with sufficient capacity, or None."""
-    stride, taps = work.stride[1], _taps(work)[1]
+    split, stride, taps = uses_3xtf32(work), work.stride[1], _taps(work)[1]
     forms = (
-        Form(work.dtype, shape, row_step, work.kernel[0], taps)
-        for shape in shapes_of(work.dtype)
+        Form(work.dtype, split, shape, row_step, work.kernel[0], taps)
+        for shape in shapes_of(work.dtype, split)
         for row_step in (1, stride)
         if row_step <= MAX_GRID_YZ
     )
@@ -208,7 +213,7 @@ def _map(work: ConvWork, y: Operand, form: Form, cut: Cut) -> TiledMap:
         sizes,
         strides,
         swizzle=128,
-        round_to_tf32=form.wide,
+        round_to_tf32=form.wide and not form.split,
         box=(ROW_BYTES // item, form.positions(cut.warpgroups), 1, 1, 1),
     )
 
@@ -245,7 +250,8 @@ def _clocks(work: ConvWork, form: Form, cut: Cut, device: CudaDevice) -> float:
     shared = form.shared_bytes(cut.warpgroups) + STATIC_BYTES
     fitting = device.shared_bytes_per_multiprocessor // shared
     together = max(1, min(form.together(cut.warpgroups), fitting))
-    alone = cut.warpgroups * form.product_clocks
+    # With split operands, one warpgroup takes as long as two.
+    alone = (2 if form.split else cut.warpgroups) * form.product_clocks
     # Each segment also reads the rows before its first, of all planes that its taps meet.
     walked = cut.segment_rows + (work.kernel[1] - 1) // work.stride[1]
     walked *= ceil_div(form.planes, work.stride[0])
@@ -266,6 +272,7 @@ def _instance(form: Form) -> Instance:
         "conv/hopper_first_data.cu",
         HOPPER,
         ELEMENT=form.dtype,
+        SPLIT=form.split,
         **macros_of(form.shape, "rows", "eights", "taps", "steps"),
         **macros_of(form, "stages", "blocks"),
     )

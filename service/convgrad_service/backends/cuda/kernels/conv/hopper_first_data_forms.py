@@ -8,12 +8,16 @@ from convgrad.dtypes import DType
 from convgrad_service.plans.cuda.device import HOPPER, SHARED_BYTES
 from convgrad_service.plans.cuda.program import ceil_div
 
-__all__ = ["GROUPS", "LOADERS", "ROW_BYTES", "STATIC_BYTES", "STEP", "Form", "shapes_of"]
+__all__ = ["GROUPS", "ROW_BYTES", "STATIC_BYTES", "STEP", "Form", "shapes_of"]
 
-GROUPS, STEP, LOADERS = 64, 16, 32
-"""Groups of positions per warpgroup, channels of a k-step, and threads that load."""
+GROUPS, STEP = 64, 16
+"""Groups of positions per warpgroup, and channels of a k-step."""
+# With split float32, the most 8-column fragments of a warpgroup.
+MOST_SPLIT = 7
 MOST_FINISHED = 4
 ROW_BYTES, ALIGNMENT, STATIC_BYTES = 128, 1024, 1024
+# The slowdown factor of wgmmas that overlap splitting, fitted to an H200.
+SPLIT_CLOCKS = 1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +60,9 @@ TF32_SHAPES = (
 )
 
 
-def shapes_of(dtype: DType) -> tuple[Shape, ...]:
-    """Return the instances' capacities for a dtype."""
-    return TF32_SHAPES if dtype is DType.FLOAT32 else SHAPES
+def shapes_of(dtype: DType, split: bool) -> tuple[Shape, ...]:
+    """Return the instances' capacities for a dtype, and whether float32 is split."""
+    return TF32_SHAPES if dtype is DType.FLOAT32 and not split else SHAPES
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +71,8 @@ class Form:
 
     Attributes
     ----------
-    dtype, shape
-        Its dtype, and its capacity.
+    dtype, split, shape
+        Its dtype, whether float32 is split, and its capacity.
     row_step
         The number of blocks that share the kernel rows: 1 or the stride along H.
     planes, used_taps
@@ -76,6 +80,7 @@ class Form:
     """
 
     dtype: DType
+    split: bool
     shape: Shape
     row_step: int = 1
     planes: int = 1
@@ -101,7 +106,12 @@ class Form:
 
     def together(self, warpgroups: int) -> int:
         """Return the blocks per SM of that many warpgroups each, limited by registers."""
-        return self.blocks * self.shape.most_warpgroups // warpgroups
+        return 1 if self.split else self.blocks * self.shape.most_warpgroups // warpgroups
+
+    @property
+    def loaders(self) -> int:
+        """Producer threads: a whole warpgroup if they split float32, else one warp."""
+        return 128 if self.split else 32
 
     @property
     def subs(self) -> int:
@@ -111,14 +121,16 @@ class Form:
     @property
     def weight_bytes(self) -> int:
         """Bytes of the weights in shared memory."""
-        return self.subs * self.planes * self.taps * self.shape.columns * ROW_BYTES
+        parts = 3 * ceil_div(self.shape.steps * STEP * 2, ROW_BYTES) if self.split else self.subs
+        return parts * self.planes * self.taps * self.shape.columns * ROW_BYTES
 
     @property
     def product_clocks(self) -> float:
         """Clocks of all wgmmas of a warpgroup for a row of y."""
         shape = self.shape
         each = max(shape.columns / 2, 16 + shape.columns / 4)
-        return self.taps * shape.steps * each * (2 if self.wide else 1)
+        factor = 6 * SPLIT_CLOCKS if self.split else 2 if self.wide else 1
+        return self.taps * shape.steps * each * factor
 
     def positions(self, warpgroups: int) -> int:
         """Return the number of positions of y per row that a block of warpgroups reads."""
@@ -136,8 +148,11 @@ class Form:
 
     @property
     def fits(self) -> bool:
-        """Whether it fits into shared memory."""
-        return self.shared_bytes(1) + STATIC_BYTES <= SHARED_BYTES[HOPPER[0]]
+        """Whether it fits into registers and shared memory."""
+        shape = self.shape
+        small = shape.rows * shape.eights <= MOST_SPLIT
+        shared = self.shared_bytes(1) + STATIC_BYTES <= SHARED_BYTES[HOPPER[0]]
+        return shared and (small or not self.split)
 
     @property
     def wide_rows(self) -> bool:

@@ -27,7 +27,7 @@ from convgrad_service.backends.cuda.kernels.layout.channels_last import (
 )
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import HOPPER, CudaDevice
-from convgrad_service.plans.cuda.families import Solver
+from convgrad_service.plans.cuda.families import COPY_BYTES_S, Solver
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, Workspace, ceil_div
 from convgrad_service.plans.cuda.works import ConvWork, Operand
 
@@ -64,9 +64,10 @@ MOST_STAGES = 16
 AHEAD = (6, 5, 4, 3, 2)
 MAX_GRID_Y = 65535
 # Fitted to an H200: clocks of a step, and of its wgmmas; bytes that an SM copies per clock; bytes
-# per second of all copies, and of partial sums; the start of both launches.
-LINE_CLOCKS, PRODUCT_CLOCKS, BYTES = 250, 40, 40
-BYTES_S, SUM_BYTES_S, START_S, CLOCKS_PER_S = 3.5e12, 2e12, 8e-6, 1.7e9
+# per second of all copies, and of partial sums; the start of both launches, and of a copy before.
+LINE_CLOCKS, PRODUCT_CLOCKS, BYTES = 77, 84, 29
+COPY_S = 3.2e-6
+BYTES_S, SUM_BYTES_S, START_S, CLOCKS_PER_S = 5.7e12, 1.25e12, 9.5e-6, 1.7e9
 # The most bytes of partial sums, unless the caller asks for more splits.
 PARTIAL_BYTES = 256 * 2**20
 
@@ -141,10 +142,6 @@ class HopperFirstTaps(Solver[ConvWork, Cut]):
         """See `Family.why_not`. Splitting along N or H does not change the answer."""
         if (reason := why_not_first(work, device, NEEDS)) is not None:
             return reason
-        chunk = work.in_channels == CHUNK
-        if chunk and work.taps == max(work.stride) == 1 and work.x.strides[2] == 1:
-            # 0.48 to 0.69 of the time on an H200, in five layers.
-            return "a plain product of a whole chunk of channels takes less time"
         cut = _cut(work, device)
         if cut is None:
             return "rows do not fit into shared memory"
@@ -171,11 +168,14 @@ class HopperFirstTaps(Solver[ConvWork, Cut]):
             ),
             cut.shared_bytes,
         )
+        copies, copied = (*y.steps, *x.steps), (*y.workspace, *x.workspace)
+        copied_bytes = 2 * sum(one.size_bytes for one in copied)
+        copies_s = COPY_S * len(copies) + copied_bytes / COPY_BYTES_S
         return Fragment(
             f"{self.name}/{splits}",
-            (*y.steps, *x.steps, launch, first_sum(work, partials, splits, device)),
-            (*y.workspace, *x.workspace, Workspace(partials, splits * results * 4)),
-            expected_s=_expected_s(work, cut, blocks, splits),
+            (*copies, launch, first_sum(work, partials, splits, device)),
+            (*copied, Workspace(partials, splits * results * 4)),
+            expected_s=copies_s + _expected_s(work, cut, blocks, splits),
         )
 
     def instances(self) -> Iterable[Instance]:

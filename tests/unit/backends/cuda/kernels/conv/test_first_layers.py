@@ -53,7 +53,7 @@ def test_launches_fit(case: Case, dtype: str, precision: str, device: CudaDevice
             assert step.grid[0] < 2**31
 
 
-KINDS = [(DType.BFLOAT16, "highest"), (DType.FLOAT32, "high")]
+KINDS = [(DType.BFLOAT16, "highest"), (DType.FLOAT32, "high"), (DType.FLOAT32, "highest")]
 
 
 def resnet(direction: Direction, **changes: Any) -> ConvWork:
@@ -75,15 +75,15 @@ def test_hopper_takes_the_layers_that_it_has_room_for(dtype: DType, precision: s
     assert takes(kernel=3, stride=1, pad=1)
     assert takes(kernel=5, stride=1, pad=2, channels=(1, 16))
     assert takes(kernel=3, stride=1, pad=1, channels=(3, 128))
-    assert takes(kernel=4, stride=4, pad=0, channels=(3, 96))
+    # Of true float32, its accumulators leave no room for four rows of two fragments.
+    exact = dtype is DType.FLOAT32 and precision == "highest"
+    assert takes(kernel=4, stride=4, pad=0, channels=(3, 96)) != exact
     assert not takes(channels=(3, 129))
     assert not takes(channels=(3, 8))
     assert not takes(kernel=1, stride=1, pad=0)
     assert not takes(kernel=15, stride=2, pad=7)
     assert not takes(kernel=3, pad=3, dilation=2)
     assert family.why_not(resnet("bwd_data", dtype=dtype, precision=precision), ADA) is not None
-    exact = resnet("bwd_data", dtype=DType.FLOAT32, precision="highest")
-    assert family.why_not(exact, H200) is not None
 
 
 @pytest.mark.parametrize(("dtype", "precision"), KINDS)

@@ -8,10 +8,7 @@ import pytest
 
 from convgrad_service.backends.base import Backend
 from convgrad_service.backends.cuda.families import FAMILIES
-from convgrad_service.backends.cuda.kernels.conv.few_results import FewResults
-from convgrad_service.backends.cuda.kernels.conv.few_results_cuts import Cut, Gather, cuts_of
-from convgrad_service.plans.cuda.device import CudaDevice
-from convgrad_service.plans.cuda.works import ConvWork
+from convgrad_service.backends.cuda.kernels.conv.few_gather import FewGather
 from tests.emulator.backend import EmulatedBackend, works_here
 from tests.support.kernels.harness import gates, with_layouts
 from tests.support.numerics.cases import FROM_CONV
@@ -24,9 +21,8 @@ GEOMETRIES = {
     "pointwise": Conv(2, 3, 20, (9, 12), (1, 1)),
     "pointwise_strided": Conv(1, 8, 12, (9, 12), (1, 1), 2),
     "column": Conv(2, 1, 32, (33, 5), (5, 1), (3, 1), (2, 0)),
-    "dilated": Conv(1, 2, 16, (14, 13), (3, 3), (2, 3), 3, (3, 1)),
+    "dilated": Conv(1, 2, 16, (14, 13), (3, 3), (2, 3), 3, (2, 3)),
     "wide": Conv(1, 3, 72, (9, 12), (3, 3), 2, 1),
-    "many": Conv(1, 8, 24, (20, 44), (3, 3), 3, 0),
     "1d": Conv(2, 4, 17, (700,), (7,), 1, 3),
     "3d": Conv(1, 3, 9, (5, 6, 9), (3, 3, 3), (1, 2, 2), 1),
 }
@@ -36,12 +32,11 @@ LAST = {
     "last_1d": Conv(1, 32, 1, (300,), (7,), 1, 3),
 }
 CASES |= {name: FROM_CONV["conv_fwd"](name, conv) for name, conv in LAST.items()}
-SPREAD = 7
 emulation = pytest.mark.skipif(not works_here(), reason="the emulator is written for x86-64")
 
 
 def emulated() -> EmulatedBackend:
-    return EmulatedBackend(replace(FAMILIES, bwd_data=(FewResults(),), fwd=(FewResults(),)))
+    return EmulatedBackend(replace(FAMILIES, bwd_data=(FewGather(),), fwd=(FewGather(),)))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -62,22 +57,3 @@ def test_emulated(seed: int, name: str, dtype: str) -> None:
 def test_emulated_nonfinite(seed: int, name: str) -> None:
     for layout in with_layouts(CASES[name].ndim, grouped=False)[1:]:
         check_rule(emulated(), seed, CASES[name], "float32", layout)
-
-
-class Cuts(FewResults):
-    """With one of the partitions, evenly spread over all."""
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-
-    def solve(self, work: ConvWork, device: CudaDevice) -> Cut | str:
-        cuts = list(cuts_of(Gather(work), device))
-        return cuts[self.index * len(cuts) // SPREAD]
-
-
-@emulation
-@pytest.mark.parametrize("index", range(SPREAD))
-@pytest.mark.parametrize("name", ["mobilenet", "wide", "3d", "last", "column", "many"])
-def test_every_partition(seed: int, name: str, index: int) -> None:
-    backend = EmulatedBackend(replace(FAMILIES, bwd_data=(Cuts(index),), fwd=(Cuts(index),)))
-    gates(backend, seed, CASES[name], "float32", with_layouts(CASES[name].ndim, grouped=False)[:2])
