@@ -196,10 +196,5 @@ def test_a_plan_takes_the_kernels_that_are_made_for_it(case: Case, dtype: str) -
     plan = plan_for(problem_from(case.operation, request), H200, FIRST)
     if case.operation == "conv_bwd_data" and case.name in OTHERS:
         return
-    few = case.name == "patches" and case.operation != "conv_fwd" and dtype == "bfloat16"
-    if case.name in PATCHES and not few:
-        assert plan.kernel.startswith("patch_products")
-    else:
-        # Small ones in float32 are split further by implicit_gemm.
-        small = ("implicit_gemm",) if dtype == "float32" else ()
-        assert plan.kernel.startswith((*KERNELS[case.operation], *small)), plan.kernel
+    kernels = ("patch_products",) if case.name in PATCHES else KERNELS[case.operation]
+    assert plan.kernel.startswith(kernels), plan.kernel

@@ -112,16 +112,3 @@ def test_shares_of_the_weight(kernel: int) -> None:
     copy, taps, _ = family.launches(copied, H200).steps
     assert isinstance(copy, Launch)
     assert taps.instance.source == launch.instance.source
-
-
-def test_plain_products_of_whole_chunks_are_left_to_others() -> None:
-    family, one = HopperFirstTaps(), {"channels": (8, 64), "size": 28, "kernel": 1, "pad": 0}
-    for changes, taken in (
-        ({"stride": 1}, False),
-        ({"stride": 1, "channels": (4, 64)}, True),
-        ({"stride": 1, "layout": "NCHW"}, True),
-        ({"stride": 2}, True),
-        ({"stride": 1, "kernel": 3, "pad": 1}, True),
-    ):
-        work = work_of("bwd_weight", batch=8, **{**one, **changes})
-        assert (family.why_not(work, H200) is None) is taken, changes
