@@ -155,15 +155,15 @@ def _expected_s(work: ConvWork, cut: Cut, args: Any, device: CudaDevice) -> floa
     rate = EXACT_CLOCKS if _is_exact(work) else PAIR_CLOCKS
     rows = work.stride[1] * cut.unit_rows
     # With several taps along D, steps do not reuse windows.
-    busy = _pairs(work) * rate * warps
+    busy: float = _pairs(work) * rate * warps
     busy += rows * cut.segment * _column_tiles(work) * LAID_CLOCKS * item
     busy += rows * args.windows.row_words * COPIED_CLOCKS
     busy *= work.kernel[0]
     busy += warps * (STORED_CLOCKS if args.wide_stores else APART_CLOCKS)
-    alone = ceil_div(units, args.ranges) * (UNIT_CLOCKS * work.kernel[0] + busy)
+    alone: float = ceil_div(units, args.ranges) * (UNIT_CLOCKS * work.kernel[0] + busy)
     # Each block lays out weights first.
     alone += _weight_bytes(work, cut.warp_channels) / warps * WEIGHT_CLOCKS
-    clocks = max(alone, units * args.channel_blocks / device.multiprocessors * busy)
+    clocks: float = max(alone, units * args.channel_blocks / device.multiprocessors * busy)
     moved = work.elements * item / BYTES_S
     return START_S + max(clocks / CLOCKS_PER_S, moved)
 
