@@ -9,7 +9,6 @@ import pytest
 from convgrad_service.backends.base import Backend
 from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.backends.cuda.kernels.conv.few_gather import FewGather
-from convgrad_service.plans.cuda.works import ConvWork
 from tests.emulator.backend import EmulatedBackend, works_here
 from tests.support.kernels.harness import gates, with_layouts
 from tests.support.numerics.cases import FROM_CONV
@@ -36,15 +35,8 @@ CASES |= {name: FROM_CONV["conv_fwd"](name, conv) for name, conv in LAST.items()
 emulation = pytest.mark.skipif(not works_here(), reason="the emulator is written for x86-64")
 
 
-class Slow(FewGather):
-    """The family also where others take less time."""
-
-    def why_slow(self, work: ConvWork) -> str | None:
-        return None
-
-
 def emulated() -> EmulatedBackend:
-    return EmulatedBackend(replace(FAMILIES, bwd_data=(Slow(),), fwd=(Slow(),)))
+    return EmulatedBackend(replace(FAMILIES, bwd_data=(FewGather(),), fwd=(FewGather(),)))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
-from convgrad.contract import OPERATIONS
-from convgrad.contract.base import validate
 from convgrad_service.backends.base import Backend
 from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.backends.cuda.kernels.conv.dense_gather import DenseGather
@@ -16,10 +15,9 @@ from convgrad_service.backends.cuda.kernels.conv.patch_products import PatchProd
 from convgrad_service.backends.cuda.kernels.fallback.weight_tile import WeightTile
 from convgrad_service.plans.cuda.device import H200
 from convgrad_service.plans.cuda.planner import plan_for
-from convgrad_service.problems import problem_from
 from tests.emulator.backend import EmulatedBackend, works_here
 from tests.support.kernels.harness import answers, check, drawn, with_layouts
-from tests.support.numerics.arrays import request_arrays
+from tests.support.kernels.plans import problem_of
 from tests.support.numerics.cases import Case, conv_bwd_data, conv_fwd, grouped_conv_bwd_weight
 from tests.support.numerics.geometries import Conv
 
@@ -80,17 +78,10 @@ def test_emulated(emulated: EmulatedBackend, seed: int, case: Case, dtype: str) 
     compare(emulated, seed, case, dtype)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("layout", ["NHWC", "NCHW"])
-@pytest.mark.parametrize(
-    "case", [case for case in CASES if case.name in ("of_14", "of_16")], ids=lambda case: case.id
-)
-def test_a_plan_takes_them_as_products(case: Case, layout: str, dtype: str) -> None:
-    """Plans use matrix products."""
-    tensors, _ = drawn(0, case, dtype, "exact")
-    arrays = request_arrays(case, tensors, layout)
-    request = validate(
-        OPERATIONS[case.operation].request, {**arrays, **case.params, "layout": layout}
-    )
-    kernel = plan_for(problem_from(case.operation, request), H200, FAMILIES).kernel
-    assert kernel.startswith(("patch_products_", "first_weight")), kernel
+@pytest.mark.parametrize("make", [conv_fwd, conv_bwd_data, grouped_conv_bwd_weight])
+def test_a_plan_takes_them_as_products(make: Callable[[str, Conv], Case], layout: str) -> None:
+    """The first layer of a ViT."""
+    patches = Conv(64, 3, 768, (224, 224), (16, 16), 16, 0)
+    problem = problem_of(make("vit", patches), "bfloat16", layout)
+    assert plan_for(problem, H200, FAMILIES).kernel.startswith("patch_products_")

@@ -27,7 +27,7 @@ from convgrad_service.plans.cuda.works import (
 )
 
 __all__ = ["Chosen", "Families", "Family", "FastestExpected", "Overhead", "Selector", "Work"]
-__all__ += ["Solver", "choose"]
+__all__ += ["COPY_BYTES_S", "Solver", "choose"]
 
 Work = ConvWork | FusedWork | ChannelSums | PoolWork | WindowWork | UnpoolWork | Copy
 W = TypeVar("W", bound=Work, contravariant=True)

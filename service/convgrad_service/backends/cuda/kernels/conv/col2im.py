@@ -121,14 +121,13 @@ def _gemm(work: ConvWork, device: CudaDevice) -> Lowered | None:
 class Col2im(LoweringFamily):
     """fwd of stride 1 and bwd_data, with the GEMM of the first family that takes it."""
 
-    name, suffix, timed = "col2im", "col2im", False
+    name, suffix = "col2im", "col2im"
+    copy_s = 3.2e-6
 
     def __init__(
         self,
         narrow: Sequence[Family[ConvWork]],
         wide: Sequence[Family[ConvWork]],
-        *,
-        least_gathered_bytes: float = 0.0,
     ) -> None:
         """Create the family.
 
@@ -138,12 +137,9 @@ class Col2im(LoweringFamily):
             Families for the GEMM of 16-bit types, which write a result in float32.
         wide
             Those for float32.
-        least_gathered_bytes
-            The fewest bytes of the source that an implicit GEMM would read, taps included.
         """
         super().__init__(narrow)
         self._wide = wide
-        self._least_gathered_bytes = least_gathered_bytes
 
     def lowered(self, work: ConvWork, device: CudaDevice) -> Lowered | str:
         """See `LoweringFamily.lowered`.
@@ -154,7 +150,7 @@ class Col2im(LoweringFamily):
             return "a gradient of the weight"
         if (reason := Requirements().why_not(work, device)) is not None:
             return reason
-        source, channels = work.channels
+        channels = work.channels[1]
         if channels > CHANNELS[-1]:
             return f"{channels} channels of the result are more than {CHANNELS[-1]}"
         if work.taps == 1:
@@ -165,8 +161,6 @@ class Col2im(LoweringFamily):
             return "a forward pass with a stride, of which most products would be unused"
         columns = work.taps * channels
         pixels = [work.batch * prod(size) for size in work.sizes]
-        if pixels[0] * work.taps * source * work.dtype.itemsize < self._least_gathered_bytes:
-            return f"{work.taps} taps at {pixels[0]} pixels: an implicit GEMM starts faster"
         if max(pixels) > MAX_PIXELS:
             return f"more than {MAX_PIXELS} pixels"
         if pixels[0] * columns * SUM.itemsize > MOST_COLUMNS_BYTES:

@@ -25,7 +25,12 @@ constexpr int kPitch = CHANNELS == 3 ? 4 : CHANNELS;
 constexpr int kDepth = VECTOR == 1 ? 16 : 2 * VECTOR;
 // Blocks of an SM, by the registers that they need.
 constexpr int kResident = PIXELS > 1 || (CHANNELS == 3 && sizeof(T) == 2) ? 2 : 3;
+// Loads in flight: half as many on GPUs other than Hopper, where more would spill registers.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 900
+constexpr int kInFlight = VECTOR > 1 ? 1 : PIXELS == 1 ? 4 : 2;
+#else
 constexpr int kInFlight = VECTOR > 1 ? 2 : PIXELS == 1 ? 8 : 4;
+#endif
 
 // A result channel's weights of one channel of the source: one load, or two.
 struct Weights {

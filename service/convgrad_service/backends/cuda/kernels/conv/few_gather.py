@@ -29,17 +29,15 @@ THREADS = 256
 # The most channels of a result, by instance; positions of a thread.
 CHANNELS = (1, 2, 3, 4, 8)
 PIXELS = (1, 4)
-# The most channels of the result, and products of a sum: of true float32 channels first, and of
-# others. With fewer channels of the source, a thread has too few loads in flight. On an H200, 28
-# such layers take 0.23 to 1.03 of the time of dense kernels, col2im and hopper_first_data.
-MOST = {True: (8, 432), False: (4, 160)}
-MOST_OF_STRIDE_1 = 1152
-# From so many channels of the source on, tensor cores take kernels of several columns.
-MOST_OF_ROWS = 16
-LEAST_SOURCES = 8
 # Of several positions; registers bound it.
 MOST_OF_SEVERAL = 4
 MOST_PHASES = 8
+# Fitted to an H200, in clocks of an SM for a warp: a load of the source, channels first and last, a
+# product, a load of weights, a row of taps, a position and a store; and a thread's wait for DEPTH
+# loads.
+LOAD, LOAD_LAST, PRODUCT, WEIGHTS, TAP, POSITION, STORE = 1.8, 6.5, 0.29, 0.9, 0.4, 130.0, 7.5
+DEPTH, WAIT = 16, 1330
+START_S, CLOCKS_PER_S, BYTES_S = 8e-6, 1.7e9, 3.3e12
 MOST_SHARED_BYTES = 2**16
 
 FewGatherArgs = structure("conv/few_gather.cuh", "FewGatherArgs")
@@ -58,11 +56,6 @@ class FewGather(Solver[ConvWork, Cut]):
 
     name = "few_gather"
 
-    def __init__(self, *, any_sum: bool = False) -> None:
-        """Create the family; with ``any_sum`` also for sums of more products than it is fast for,
-        in true float32."""
-        self._any_sum = any_sum
-
     def solve(self, work: ConvWork, device: CudaDevice) -> Cut | str:
         """See `Family.why_not`."""
         if (reason := Requirements().why_not(work, device)) is not None:
@@ -71,8 +64,6 @@ class FewGather(Solver[ConvWork, Cut]):
         if channels > CHANNELS[-1]:
             return f"{channels} channels of the result are more than {CHANNELS[-1]}"
         source = work.sides[0]
-        if (reason := self.why_slow(work)) is not None:
-            return reason
         if work.result_dtype is not work.dtype:
             return f"a result in {work.result_dtype}"
         axes = _axes(work)
@@ -90,24 +81,6 @@ class FewGather(Solver[ConvWork, Cut]):
         if _blocks(work, axes, cut) > MAX_BLOCKS:
             return "more tiles than one grid holds"
         return why_not_32bit_positions(work) or cut
-
-    def why_slow(self, work: ConvWork) -> str | None:
-        """Return why other families are expected to take less time, or None."""
-        first = not work.sides[0].channels_last
-        exact = work.dtype is DType.FLOAT32 and work.precision != "high" and first
-        (most, products), (read, written) = MOST[exact], work.channels
-        if work.direction == "fwd" and not exact:
-            return "a forward pass that is not in true float32 channels first"
-        if not exact and read >= MOST_OF_ROWS and work.kernel[2] > 1:
-            return f"rows of {work.kernel[2]} taps of {read} channels: hopper_first_data"
-        if work.direction == "bwd_data" and exact and max(work.stride) == 1:
-            products = MOST_OF_STRIDE_1
-        if written > most:
-            return f"{written} channels of the result: tensor cores take less time"
-        few = read >= LEAST_SOURCES and work.taps * read <= products
-        if not few and not (exact and self._any_sum):
-            return f"{work.taps} taps of {read} channels: tensor cores take less time"
-        return None
 
     def fragment(self, work: ConvWork, device: CudaDevice, cut: Cut) -> Fragment:
         source, result = work.sides
@@ -136,15 +109,15 @@ class FewGather(Solver[ConvWork, Cut]):
             pointers["accumulate"] = work.accumulate.buffer
         if work.bias is not None:
             pointers["bias"] = work.bias
-        most = next(most for most in CHANNELS if most >= work.channels[1])
         launch = Launch(
-            _instance(work.dtype, most, cut),
+            _instance(work.dtype, _most(work), cut),
             (_blocks(work, axes, cut), 1, 1),
             (THREADS, 1, 1),
             pack(args, **pointers),
             _shared_bytes(work, axes),
         )
-        return Fragment(f"{self.name}_{work.direction}", (launch,))
+        expected_s = _expected_s(work, axes, cut, device)
+        return Fragment(f"{self.name}_{work.direction}", (launch,), expected_s=expected_s)
 
     def instances(self) -> Iterable[Instance]:
         return [
@@ -180,8 +153,32 @@ def _blocks(work: ConvWork, axes: tuple[Axis, ...], cut: Cut) -> int:
     return phases * ceil_div(_positions(work, axes), THREADS * cut.pixels)
 
 
+def _expected_s(work: ConvWork, axes: tuple[Axis, ...], cut: Cut, device: CudaDevice) -> float:
+    """Return the seconds that the launch should take."""
+    read, most = work.channels[0], _most(work)
+    taps = prod(sum(phase.taps for phase in axis.phases) for axis in axes)
+    phases = prod(len(axis.phases) for axis in axes)
+    positions = _positions(work, axes) / 32 / device.multiprocessors
+    # Of a warp's position in all phases: loads of the source, whose lanes are apart channels last,
+    # products, and weights, which positions of a thread share.
+    loads = LOAD_LAST if cut.vector > 1 or work.sides[0].channels_last else LOAD
+    if cut.vector > 1:
+        loads *= work.dtype.itemsize / 4
+    of_tap = read * (loads + most * PRODUCT + (1 + most / 4) * WEIGHTS / cut.pixels) + TAP
+    clocks = positions * (taps * of_tap + phases * (POSITION + most * STORE))
+    # A thread's own chain of loads.
+    longest = prod(max(phase.taps for phase in axis.phases) for axis in axes)
+    alone = longest * (ceil_div(read, DEPTH) * WAIT * cut.pixels + TAP) + WAIT
+    moved = work.elements * work.dtype.itemsize / BYTES_S
+    return START_S + max(max(clocks, alone) / CLOCKS_PER_S, moved)
+
+
+def _most(work: ConvWork) -> int:
+    return next(most for most in CHANNELS if most >= work.channels[1])
+
+
 def _shared_bytes(work: ConvWork, axes: Iterable[Axis]) -> int:
     """Return the bytes of the largest phase's weights."""
-    most = next(most for most in CHANNELS if most >= work.channels[1])
+    most = _most(work)
     taps = prod(max(phase.taps for phase in axis.phases) for axis in axes)
     return taps * work.channels[0] * (4 if most == 3 else most) * 4

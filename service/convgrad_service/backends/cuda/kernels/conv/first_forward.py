@@ -39,9 +39,6 @@ MOST_TILES = 256
 # By instance, the pairs of column tiles whose weights a warp keeps in registers.
 REGISTER_WEIGHTS = (4, 11)
 MOST_WARPS = 12
-# With a longer stride, rows of fewer results: on an H200, implicit_gemm and gather_direct take 0.15
-# to 0.70 of the time of six such layers.
-MOST_STRIDE, FEW_COLUMNS = 3, 32
 BLACKWELL = (10, 0)
 BEFORE_BLACKWELL = architectures_before(BLACKWELL)
 """Architectures with enough registers for the largest instances."""
@@ -50,6 +47,12 @@ STAGES = 4
 STATIC_BYTES = 4096
 REGISTERS, REGISTERS_OF_THREAD = 65536, 168
 MAX_INDEX = 2**31 - 1
+# Fitted to an H200, in clocks of an SM: of a warp's products of a pair of column tiles, and of one
+# by FMA; of a byte of a column tile of windows; of a word that is copied; of a warp's results,
+# stored in chunks or one by one; of a unit; and of a byte of weights for each warp.
+PAIR_CLOCKS, EXACT_CLOCKS, LAID_CLOCKS, COPIED_CLOCKS = 44, 109, 0.07, 0.35
+STORED_CLOCKS, APART_CLOCKS, UNIT_CLOCKS, WEIGHT_CLOCKS = 70, 186, 2050, 7.8
+START_S, CLOCKS_PER_S, BYTES_S = 7e-6, 1.7e9, 1.7e12
 
 
 WindowArgs = structure("conv/first_windows.cuh", "WindowArgs")
@@ -92,9 +95,6 @@ class FirstForward(Solver[ConvWork, Cut]):
         tiles = _column_tiles(work)
         if tiles > MOST_WARPS or work.kernel[1] * tiles > MOST_TILES:
             return f"{work.kernel[1]} rows of {tiles} tiles of columns"
-        # Rows of signals are cut into pieces, so that their length decides nothing.
-        if work.stride[2] > MOST_STRIDE and work.output[2] < FEW_COLUMNS and work.conv.ndim > 1:
-            return f"rows of {work.output[2]} results, {work.stride[2]} columns apart"
         row = prod(work.input[1:]) * work.in_channels
         if max(work.pixels, row) * 16 > MAX_INDEX:
             return "positions are more than 32 bits count"
@@ -137,7 +137,8 @@ class FirstForward(Solver[ConvWork, Cut]):
             pack(args, x=x.operand, w=work.w, y=work.y, accumulate=work.accumulate, bias=work.bias),
             cut.shared_bytes - STATIC_BYTES,
         )
-        return Fragment(name, (*x.steps, launch), x.workspace)
+        expected_s = _expected_s(work, cut, args, device)
+        return Fragment(name, (*x.steps, launch), x.workspace, expected_s=expected_s)
 
     def instances(self) -> Iterable[Instance]:
         return [
@@ -146,6 +147,25 @@ class FirstForward(Solver[ConvWork, Cut]):
             for pairs in ((*REGISTER_WEIGHTS, None) if dtype.itemsize == 2 else (None,))
             for exact in ((False, True) if dtype is DType.FLOAT32 else (False,))
         ]
+
+
+def _expected_s(work: ConvWork, cut: Cut, args: Any, device: CudaDevice) -> float:
+    """Return the seconds that the launch should take; ``args`` are its parameters."""
+    warps, item, units = cut.threads // 32, work.dtype.itemsize, args.windows.units
+    rate = EXACT_CLOCKS if _is_exact(work) else PAIR_CLOCKS
+    rows = work.stride[1] * cut.unit_rows
+    # With several taps along D, steps do not reuse windows.
+    busy: float = _pairs(work) * rate * warps
+    busy += rows * cut.segment * _column_tiles(work) * LAID_CLOCKS * item
+    busy += rows * args.windows.row_words * COPIED_CLOCKS
+    busy *= work.kernel[0]
+    busy += warps * (STORED_CLOCKS if args.wide_stores else APART_CLOCKS)
+    alone: float = ceil_div(units, args.ranges) * (UNIT_CLOCKS * work.kernel[0] + busy)
+    # Each block lays out weights first.
+    alone += _weight_bytes(work, cut.warp_channels) / warps * WEIGHT_CLOCKS
+    clocks: float = max(alone, units * args.channel_blocks / device.multiprocessors * busy)
+    moved = work.elements * item / BYTES_S
+    return START_S + max(clocks / CLOCKS_PER_S, moved)
 
 
 def _is_exact(work: ConvWork) -> bool:

@@ -130,6 +130,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     }
     [[maybe_unused]] bool tiny = false;
     if constexpr (SPLIT) {
+      if (args.x_shape.bytes < 16 || args.y_shape.bytes < 16) __syncthreads();
       tiny = extremes_of_copies(args, unit, read, first_channel, block_n).least < Extremes::low(kTiny);
       tiny = __syncthreads_or(tiny);
     } else {

@@ -40,6 +40,7 @@ struct FirstWeightArgs {
   int stage_bytes, x_at;   // of a stage of the pipeline; where x is in it
   int y_last;              // whether channels of y are contiguous
   CopyShape y_shape, x_shape;
+  CopyShape y_scan, x_scan;  // of the pass over what has been copied
   int y_row, y_column, y_channel;
   int x_lead;  // elements of a row of x before the first
   int x_row, x_plane;
@@ -107,7 +108,8 @@ __device__ __forceinline__ void for_each_chunk(const CopyShape& shape, const Cop
 
 // Calls each(bytes, box, low, high) for what a unit copies: `channels` channels of y from `first_channel` on, then x.
 template <class T, class Each>
-__device__ __forceinline__ void for_each_box(const FirstWeightArgs& args, const FirstWeightUnit& unit, u32 stage,
+__device__ __forceinline__ void for_each_box(const FirstWeightArgs& args, const CopyShape& y_shape,
+                                             const CopyShape& x_shape, const FirstWeightUnit& unit, u32 stage,
                                              int first_channel, int channels, const Each& each) {
   const int p0 = unit.row * args.rows, q0 = unit.segment * args.segment;
   const int width = min(args.segment, args.y_size[2] - q0), height = min(args.rows, args.y_size[1] - p0);
@@ -120,11 +122,11 @@ __device__ __forceinline__ void for_each_box(const FirstWeightArgs& args, const 
   if (args.y_last) {  // rows are positions of a row of y
     y.plane = args.y_stride[3], y.row = args.y_stride[4], y.to_plane = y_row, y.to_row = y_column;
     y.planes = args.rows, y.there = height;
-    each(args.y_shape, y, 0, [&](int column) { return column < width ? there : 0; });
+    each(y_shape, y, 0, [&](int column) { return column < width ? there : 0; });
   } else {
     y.plane = args.y_stride[1], y.row = args.y_stride[3], y.to_plane = y_channel, y.to_row = y_row;
     y.planes = channels, y.there = there;
-    each(args.y_shape, y, 0, [&](int row) { return row < height ? width : 0; });
+    each(y_shape, y, 0, [&](int row) { return row < height ? width : 0; });
   }
 
   const int d0 = unit.z * args.stride[0] - args.pad[0], h0 = p0 * args.stride[1] - args.pad[1];
@@ -140,7 +142,7 @@ __device__ __forceinline__ void for_each_box(const FirstWeightArgs& args, const 
              h0 * args.x_stride[3] + first;
     x.to = stage + args.x_at + t * args.x_plane;
     x.there = d >= 0 && d < args.x_size[0] ? x.planes : 0;
-    each(args.x_shape, x, -first, [&](int row) {
+    each(x_shape, x, -first, [&](int row) {
       const int h = h0 + row;
       return h >= 0 && h < args.x_size[1] ? elements - first : 0;
     });
@@ -151,7 +153,7 @@ __device__ __forceinline__ void for_each_box(const FirstWeightArgs& args, const 
 template <class T>
 __device__ __forceinline__ void copy_unit(const FirstWeightArgs& args, const FirstWeightUnit& unit, u32 stage,
                                           int first_channel, int channels) {
-  for_each_box<T>(args, unit, stage, first_channel, channels,
+  for_each_box<T>(args, args.y_shape, args.x_shape, unit, stage, first_channel, channels,
                   [&](const CopyShape& shape, const CopyBox<T>& box, int low, const auto& high) {
     constexpr int kItem = static_cast<int>(sizeof(T));
     const T* const inside = static_cast<const T*>(args.x);  // any address
@@ -171,22 +173,18 @@ __device__ __forceinline__ void copy_unit(const FirstWeightArgs& args, const Fir
   });
 }
 
-// The extremes of the elements that this thread has copied, once they have arrived.
+// The extremes of this thread's share of what a unit has copied, 16 bytes at a time: of its own copies if those were as long.
 __device__ __forceinline__ Extremes extremes_of_copies(const FirstWeightArgs& args, const FirstWeightUnit& unit, u32 stage,
                                                        int first_channel, int channels) {
   Extremes seen = Extremes::none();
-  for_each_box<float>(args, unit, stage, first_channel, channels,
+  for_each_box<float>(args, args.y_scan, args.x_scan, unit, stage, first_channel, channels,
                       [&](const CopyShape& shape, const CopyBox<float>& box, int low, const auto& high) {
-    if (shape.bytes == 16) {
-      for_each_chunk<16>(shape, box, low, high, [&](const float*, u32 to, int) {
-        u32 words[4];
-        ld_shared_v4(words, to);
+    for_each_chunk<16>(shape, box, low, high, [&](const float*, u32 to, int) {
+      u32 words[4];
+      ld_shared_v4(words, to);
 #pragma unroll
-        for (int e = 0; e < 4; ++e) seen.add(words[e]);
-      });
-    } else {
-      for_each_chunk<4>(shape, box, low, high, [&](const float*, u32 to, int) { seen.add(ld_shared_u32(to)); });
-    }
+      for (int e = 0; e < 4; ++e) seen.add(words[e]);
+    });
   });
   return seen;
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from math import prod
 from typing import Any
 
 from convgrad.dtypes import DType
@@ -13,9 +12,10 @@ from convgrad_service.backends.cuda.kernels.conv.first_sum import (
     first_sum,
     first_sum_instances,
     results_of,
-    why_not_summed,
+    why_not_first,
 )
 from convgrad_service.backends.cuda.kernels.conv.first_weight_cuts import (
+    CHUNK_BYTES,
     COLUMNS,
     TILES,
     Cut,
@@ -32,7 +32,6 @@ from convgrad_service.backends.cuda.kernels.core.gather_axes import divider
 from convgrad_service.backends.cuda.kernels.core.limits import (
     DTYPES,
     Requirements,
-    why_not_32bit_positions,
 )
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice
@@ -42,11 +41,6 @@ from convgrad_service.plans.cuda.works import ConvWork
 
 __all__ = ["FirstWeight"]
 
-MOST_CHANNELS = 8
-"""The most channels of the input."""
-MAX_INDEX = 2**31 - 1
-
-
 FirstWeightArgs = structure("conv/first_weight.cuh", "FirstWeightArgs")
 
 
@@ -54,20 +48,14 @@ NEEDS = Requirements(dilated=False)
 
 
 class FirstWeight(Solver[ConvWork, Cut]):
-    """bwd_weight with at most ``MOST_CHANNELS`` input channels, without copies."""
+    """bwd_weight with at most 8 input channels, without copies."""
 
     name = "first_weight"
 
     def solve(self, work: ConvWork, device: CudaDevice) -> Cut | str:
         """See `Family.why_not`. Splitting along N or H changes the answer where float32 sums become
         short."""
-        if (reason := NEEDS.why_not(work, device)) is not None:
-            return reason
-        if work.in_channels > MOST_CHANNELS:
-            return f"{work.in_channels} channels of the input are more than {MOST_CHANNELS}"
-        if work.pixels > MAX_INDEX or prod(work.input) * work.in_channels > MAX_INDEX:
-            return "positions are more than 32 bits count"
-        reason = why_not_32bit_positions(work) or why_not_summed(work) or why_not_few_terms(work)
+        reason = why_not_first(work, device, NEEDS) or why_not_few_terms(work)
         if reason is not None:
             return reason
         layout = layout_of(work)
@@ -99,11 +87,18 @@ class FirstWeight(Solver[ConvWork, Cut]):
         args.x_at = layout.item * cut.y_size
         for name in ("y_row", "y_column", "y_channel", "x_row", "x_plane"):
             setattr(args, name, layout.item * getattr(cut, name))
-        x_chunks, y_chunks = _chunks(cut)
-        y_rows = cut.segment if layout.y_last else cut.rows
-        _shape(args.x_shape, layout.x_bytes, cut.x_rows, x_chunks, layout.planes, cut.threads)
-        y_planes = cut.rows if layout.y_last else cut.warps_n * COLUMNS
-        _shape(args.y_shape, layout.y_bytes, y_rows, y_chunks, y_planes, cut.threads)
+        y_length, y_rows, y_planes = cut.warps_n * COLUMNS, cut.segment, cut.rows
+        if not layout.y_last:
+            y_length, y_rows, y_planes = cut.segment, cut.rows, cut.warps_n * COLUMNS
+        for name, x_bytes, y_bytes in (
+            ("shape", layout.x_bytes, layout.y_bytes),
+            ("scan", CHUNK_BYTES, CHUNK_BYTES),
+        ):
+            x_chunks = cut.x_length * layout.item // x_bytes
+            y_chunks = y_length * layout.item // y_bytes
+            x_shape, y_shape = getattr(args, f"x_{name}"), getattr(args, f"y_{name}")
+            _shape(x_shape, x_bytes, cut.x_rows, x_chunks, layout.planes, cut.threads)
+            _shape(y_shape, y_bytes, y_rows, y_chunks, y_planes, cut.threads)
         partials = f"{work.prefix}partials"
         launch = Launch(
             _instance(work.dtype, cut.tile, is_split(work)),
@@ -125,16 +120,6 @@ class FirstWeight(Solver[ConvWork, Cut]):
             *(_instance(DType.FLOAT32, tile, True) for tile in TILES),
             *first_sum_instances(),
         ]
-
-
-def _chunks(cut: Cut) -> tuple[int, int]:
-    """Return the chunks of a row of x, and of y, that are copied at once."""
-    layout = cut.layout
-    y_length = cut.warps_n * COLUMNS if layout.y_last else cut.segment
-    return (
-        cut.x_length * layout.item // layout.x_bytes,
-        y_length * layout.item // layout.y_bytes,
-    )
 
 
 def _shape(shape: Any, size: int, rows: int, chunks: int, planes: int, threads: int) -> None:

@@ -12,7 +12,7 @@ from convgrad_service.plans.cuda.device import RESERVED_BYTES, CudaDevice
 from convgrad_service.plans.cuda.program import ceil_div
 from convgrad_service.plans.cuda.works import ConvWork
 
-__all__ = ["COLUMNS", "TILES", "Cut", "Layout", "Tile", "channel_groups", "cuts_of"]
+__all__ = ["CHUNK_BYTES", "COLUMNS", "TILES", "Cut", "Layout", "Tile", "channel_groups", "cuts_of"]
 __all__ += ["expected_s", "is_split", "layout_of", "splits_of", "units_of"]
 
 COLUMNS = 32
@@ -49,7 +49,7 @@ class Tile:
 TILES = (
     Tile(1, 4, 5, 6),
     Tile(1, 8, 2, 3),
-    Tile(2, 4, 3, 5),
+    Tile(2, 4, 3, 4),
     Tile(2, 8, 1, 2),
     Tile(4, 4, 2, 3),
     Tile(4, 8, 1, 1),
@@ -301,7 +301,8 @@ def expected_clocks(work: ConvWork, device: CudaDevice, cut: Cut) -> float:
         cut.rows * cut.segment * cut.warps_n * COLUMNS,
     )
     for count, size in zip(elements, (layout.x_bytes, layout.y_bytes), strict=True):
-        issued += count * layout.item / size / 32 * (16 if split else 8)
+        each = 8 if size >= WORD_BYTES else 24
+        issued += count * layout.item * (each / size + (8 / CHUNK_BYTES if split else 0)) / 32
     moved = sum(elements) * layout.item
     products = taken * fragments * parts * 1024
     unit = max(issued / ISSUED, products / PRODUCTS, taken * loads, moved / BYTES)

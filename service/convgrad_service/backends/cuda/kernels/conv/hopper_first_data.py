@@ -44,6 +44,7 @@ IN_TWOS = 3
 # Cost model, fitted to an H200, in clocks: an SM's overhead per row of y; the latency per row of a
 # block that runs alone; and a block's start, per tap along D.
 ROW_CLOCKS, WAIT_CLOCKS, START_CLOCKS = 300, 500, 6000
+START_S, CLOCKS_PER_S, BYTES_S = 8.5e-6, 1.8e9, 4.6e12
 
 
 HopperFirstDataArgs = structure("conv/hopper_first_data.cuh", "HopperFirstDataArgs")
@@ -70,16 +71,6 @@ class HopperFirstData(Solver[ConvWork, tuple[Form, Cut]]):
 
     name = "hopper_first_data"
 
-    def __init__(self, *, sparse: bool = False) -> None:
-        """Create the family.
-
-        Parameters
-        ----------
-        sparse
-            Whether it takes work of which most columns, or rows of the kernel, would be padding.
-        """
-        self._sparse = sparse
-
     def solve(self, work: ConvWork, device: CudaDevice) -> tuple[Form, Cut] | str:
         """See `Family.why_not`. Splitting along N, D or H does not change the answer."""
         if (reason := NEEDS.why_not(work, device)) is not None:
@@ -101,8 +92,6 @@ class HopperFirstData(Solver[ConvWork, tuple[Form, Cut]]):
                 f"{work.stride[2]} x {work.in_channels} columns, {work.out_channels} channels: "
                 "no instance has the room"
             )
-        if not self._sparse and _sparse(work, form):
-            return "one row of the kernel, or true float32, would leave most of a tile"
         cut = _cut(work, form, device)
         return "its blocks are more than one grid holds" if cut is None else (form, cut)
 
@@ -137,7 +126,8 @@ class HopperFirstData(Solver[ConvWork, tuple[Form, Cut]]):
             ),
             form.shared_bytes(cut.warpgroups),
         )
-        return Fragment(self.name, (*y.steps, launch), y.workspace)
+        expected_s = _expected_s(work, form, cut, device)
+        return Fragment(self.name, (*y.steps, launch), y.workspace, expected_s=expected_s)
 
     def instances(self) -> Iterable[Instance]:
         kinds = [(dtype, False) for dtype in DTYPES] + [(DType.FLOAT32, True)]
@@ -160,7 +150,6 @@ def _form(work: ConvWork) -> Form | None:
         form
         for form in forms
         if form.fits
-        and form.pays
         and ceil_div(work.kernel[1], form.row_step) <= form.shape.rows
         and stride // form.row_step <= form.shape.most_finished
         and work.stride[2] * work.in_channels <= form.shape.eights * 8
@@ -185,20 +174,6 @@ def _plain(work: ConvWork) -> int:
     outer = zip((n, d, h), (work.batch, *work.input[:2]), strict=True)
     even = all(stride % 2 == 0 for stride, extent in outer if extent > 1)
     return IN_TWOS if adjacent and even and not (work.stride[2] * channels | row) % 2 else 1
-
-
-def _sparse(work: ConvWork, form: Form) -> bool:
-    """Return whether most of the columns are padding.
-
-    On an H200, with one row of the kernel col2im took 0.67 of this family's time, and in true
-    float32 0.4 to 0.8 of it in 3D and 0.4 to 0.7 of it with 32 groups, but 0.95 to 2.1 of it with
-    more.
-    """
-    if work.kernel[1] == 1:
-        return True
-    padded = 2 * work.stride[2] * work.in_channels < form.shape.eights * 8
-    few = ceil_div(work.input[2], work.stride[2]) <= GROUPS // 2
-    return form.split and (work.kernel[0] > 1 or (padded and few))
 
 
 def _taps(work: ConvWork) -> tuple[int, int]:
@@ -257,30 +232,39 @@ def _cut(work: ConvWork, form: Form, device: CudaDevice) -> Cut | None:
     rows = (work.input[1] - 1 + pad) // stride - pad // stride + 1
     best: tuple[float, Cut] | None = None
     for warpgroups in range(1, form.shape.most_warpgroups + 1):
-        shared = form.shared_bytes(warpgroups) + STATIC_BYTES
-        if shared > device.shared_bytes_per_block:
+        if form.shared_bytes(warpgroups) + STATIC_BYTES > device.shared_bytes_per_block:
             continue
-        together = max(
-            1, min(form.together(warpgroups), device.shared_bytes_per_multiprocessor // shared)
-        )
         for parts in range(1, min(rows, 64) + 1):
             segment_rows = ceil_div(rows, parts)
             cut = Cut(warpgroups, segment_rows, ceil_div(rows, segment_rows))
-            blocks = _blocks(work, cut)
-            if blocks > MAX_BLOCKS:
+            if _blocks(work, cut) > MAX_BLOCKS:
                 continue
-            # With split operands, one warpgroup takes as long as two.
-            alone = (2 if form.split else warpgroups) * form.product_clocks
-            # Each segment also reads the rows before its first, of all planes that its taps meet.
-            walked = segment_rows + (work.kernel[1] - 1) // stride
-            walked *= ceil_div(form.planes, work.stride[0])
-            each = ceil_div(blocks * form.row_step, device.multiprocessors)
-            turns = ceil_div(each, together)
-            busy = max(each * (alone + ROW_CLOCKS), turns * (alone + WAIT_CLOCKS))
-            clocks = walked * busy + turns * START_CLOCKS * form.planes
+            clocks = _clocks(work, form, cut, device)
             if best is None or clocks < best[0]:
                 best = clocks, cut
     return best[1] if best is not None else None
+
+
+def _clocks(work: ConvWork, form: Form, cut: Cut, device: CudaDevice) -> float:
+    """Return the clocks that a partition should take."""
+    shared = form.shared_bytes(cut.warpgroups) + STATIC_BYTES
+    fitting = device.shared_bytes_per_multiprocessor // shared
+    together = max(1, min(form.together(cut.warpgroups), fitting))
+    # With split operands, one warpgroup takes as long as two.
+    alone = (2 if form.split else cut.warpgroups) * form.product_clocks
+    # Each segment also reads the rows before its first, of all planes that its taps meet.
+    walked = cut.segment_rows + (work.kernel[1] - 1) // work.stride[1]
+    walked *= ceil_div(form.planes, work.stride[0])
+    each = ceil_div(_blocks(work, cut) * form.row_step, device.multiprocessors)
+    turns = ceil_div(each, together)
+    busy = max(each * (alone + ROW_CLOCKS), turns * (alone + WAIT_CLOCKS))
+    return walked * busy + turns * START_CLOCKS * form.planes
+
+
+def _expected_s(work: ConvWork, form: Form, cut: Cut, device: CudaDevice) -> float:
+    """Return the seconds that the launch should take."""
+    moved = work.elements * work.dtype.itemsize / BYTES_S
+    return START_S + max(_clocks(work, form, cut, device) / CLOCKS_PER_S, moved)
 
 
 def _instance(form: Form) -> Instance:

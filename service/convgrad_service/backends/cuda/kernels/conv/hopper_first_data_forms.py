@@ -159,10 +159,3 @@ class Form:
         """Whether it has the most rows and channels. On an H200 it took 1.15 and 1.2 times as long
         as one with fewer rows, of which two blocks share the kernel's (two layers)."""
         return (self.shape.rows, self.shape.steps) == (7, 8)
-
-    @property
-    def pays(self) -> bool:
-        """Whether col2im is not expected to be faster: on an H200, of 128 channels and more columns
-        in 3D it took 0.6 to 0.85 of the time (6 layers), in 2D 1.0 to 4.7 times as long (12)."""
-        many = self.shape.steps == 8 and self.shape.columns > 32
-        return self.planes == 1 or not many

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 from convgrad.dtypes import DType
@@ -14,12 +13,11 @@ from convgrad_service.backends.cuda.kernels.conv.first_sum import (
     first_sum,
     first_sum_instances,
     results_of,
-    why_not_summed,
+    why_not_first,
 )
 from convgrad_service.backends.cuda.kernels.core.limits import (
     IN_16_BITS,
     Requirements,
-    why_not_32bit_positions,
 )
 from convgrad_service.backends.cuda.kernels.core.tensor_maps import TiledMap, pack_maps
 from convgrad_service.backends.cuda.kernels.layout.channels_last import (
@@ -29,14 +27,12 @@ from convgrad_service.backends.cuda.kernels.layout.channels_last import (
 )
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import HOPPER, CudaDevice
-from convgrad_service.plans.cuda.families import Solver
+from convgrad_service.plans.cuda.families import COPY_BYTES_S, Solver
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, Workspace, ceil_div
 from convgrad_service.plans.cuda.works import ConvWork, Operand
 
 __all__ = ["HopperFirstTaps"]
 
-MOST_CHANNELS = 8
-"""The most channels of the input."""
 EVEN = 2
 """Elements of a window per load; windows start at multiples of it."""
 DEPTH, TILE = 16, 64
@@ -66,7 +62,12 @@ MOST_BOX, MOST_PART = 256, 256
 MOST_STAGES = 16
 # Pipeline depths, in order of preference.
 AHEAD = (6, 5, 4, 3, 2)
-MAX_INDEX, MAX_GRID_Y = 2**31 - 1, 65535
+MAX_GRID_Y = 65535
+# Fitted to an H200: clocks of a step, and of its wgmmas; bytes that an SM copies per clock; bytes
+# per second of all copies, and of partial sums; the start of both launches, and of a copy before.
+LINE_CLOCKS, PRODUCT_CLOCKS, BYTES = 77, 84, 29
+COPY_S = 3.2e-6
+BYTES_S, SUM_BYTES_S, START_S, CLOCKS_PER_S = 5.7e12, 1.25e12, 9.5e-6, 1.7e9
 # The most bytes of partial sums, unless the caller asks for more splits.
 PARTIAL_BYTES = 256 * 2**20
 
@@ -129,7 +130,7 @@ NEEDS = Requirements(dtypes=IN_16_BITS, hopper=True, dilated=False)
 
 
 class HopperFirstTaps(Solver[ConvWork, Cut]):
-    """bwd_weight on sm_90a with at most ``MOST_CHANNELS`` input channels.
+    """bwd_weight on sm_90a with at most 8 input channels.
 
     Copies grad_output unless it has channels last, and the input unless its rows (W, C) are
     contiguous; both in whole chunks of 16 bytes.
@@ -139,19 +140,8 @@ class HopperFirstTaps(Solver[ConvWork, Cut]):
 
     def solve(self, work: ConvWork, device: CudaDevice) -> Cut | str:
         """See `Family.why_not`. Splitting along N or H does not change the answer."""
-        if (reason := NEEDS.why_not(work, device)) is not None:
+        if (reason := why_not_first(work, device, NEEDS)) is not None:
             return reason
-        if work.in_channels > MOST_CHANNELS:
-            return f"{work.in_channels} channels of the input are more than {MOST_CHANNELS}"
-        if work.pixels > MAX_INDEX or prod(work.input) * work.in_channels > MAX_INDEX:
-            return "positions are more than 32 bits count"
-        reason = why_not_32bit_positions(work) or why_not_summed(work)
-        if reason is not None:
-            return reason
-        chunk = work.in_channels == CHUNK
-        if chunk and work.taps == max(work.stride) == 1 and work.x.strides[2] == 1:
-            # 0.48 to 0.69 of the time on an H200, in five layers.
-            return "a plain product of a whole chunk of channels takes less time"
         cut = _cut(work, device)
         if cut is None:
             return "rows do not fit into shared memory"
@@ -178,10 +168,14 @@ class HopperFirstTaps(Solver[ConvWork, Cut]):
             ),
             cut.shared_bytes,
         )
+        copies, copied = (*y.steps, *x.steps), (*y.workspace, *x.workspace)
+        copied_bytes = 2 * sum(one.size_bytes for one in copied)
+        copies_s = COPY_S * len(copies) + copied_bytes / COPY_BYTES_S
         return Fragment(
             f"{self.name}/{splits}",
-            (*y.steps, *x.steps, launch, first_sum(work, partials, splits, device)),
-            (*y.workspace, *x.workspace, Workspace(partials, splits * results * 4)),
+            (*copies, launch, first_sum(work, partials, splits, device)),
+            (*copied, Workspace(partials, splits * results * 4)),
+            expected_s=copies_s + _expected_s(work, cut, blocks, splits),
         )
 
     def instances(self) -> Iterable[Instance]:
@@ -273,6 +267,16 @@ def _splits(work: ConvWork, lines: int, blocks: int, results: int, device: CudaD
         return max(1, min(work.split_k, lines, MAX_GRID_Y))
     room = max(1, PARTIAL_BYTES // (results * 4))
     return max(1, min(lines, room, MAX_GRID_Y, device.multiprocessors // blocks))
+
+
+def _expected_s(work: ConvWork, cut: Cut, blocks: int, splits: int) -> float:
+    """Return the seconds that both launches should take."""
+    lines = work.batch * work.output[0] * cut.segments * work.output[1]
+    copied = cut.y_stage + cut.added * cut.x_row
+    line = LINE_CLOCKS + max(PRODUCT_CLOCKS * cut.products * cut.parts * cut.tiles, copied / BYTES)
+    sums = splits * results_of(work) * 4 / SUM_BYTES_S
+    moved = blocks * splits * ceil_div(lines, splits) * copied / BYTES_S
+    return START_S + max(ceil_div(lines, splits) * line / CLOCKS_PER_S, moved) + sums
 
 
 def _args(work: ConvWork, cut: Cut) -> Any:

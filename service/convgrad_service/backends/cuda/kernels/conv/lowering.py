@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from convgrad_service.plans.cuda.device import CudaDevice
-from convgrad_service.plans.cuda.families import Family, Solver, choose
+from convgrad_service.plans.cuda.families import COPY_BYTES_S, Family, Solver, choose
 from convgrad_service.plans.cuda.program import Fragment, Instance, Step, Workspace
 from convgrad_service.plans.cuda.works import ConvWork
 
@@ -38,10 +38,11 @@ class LoweringFamily(Solver[ConvWork, Lowered]):
     The order of additions is that family's.
     """
 
+    copy_s: float | None = None
+    """Of each launch of its own, besides its workspace's bytes; None if predicted times are those
+    of the lowered convolution, without these."""
     suffix: str | None = None
     """Follows the name of that family's kernel; None if the name of this one precedes it."""
-    timed = True
-    """Whether the time to expect is that family's, and not unknown."""
 
     def __init__(self, families: Sequence[Family[ConvWork]]) -> None:
         self._families = families
@@ -75,14 +76,18 @@ class LoweringFamily(Solver[ConvWork, Lowered]):
     def fragment(self, work: ConvWork, device: CudaDevice, lowered: Lowered) -> Fragment:
         chosen = choose(self.families_of(work), lowered.work, device)
         inner = chosen.fragment
-        after = self.after(work, device, lowered, inner.steps[-1])
+        after = tuple(self.after(work, device, lowered, inner.steps[-1]))
+        expected_s = inner.expected_s
+        if expected_s is not None and self.copy_s is not None:
+            copied = 2 * sum(one.size_bytes for one in lowered.workspace)
+            expected_s += self.copy_s * len((*lowered.before, *after)) + copied / COPY_BYTES_S
         own = f"{self.name}_{inner.kernel}"
         return replace(
             inner,
             kernel=f"{inner.kernel}_{self.suffix}" if self.suffix else own,
             steps=(*lowered.before, *inner.steps, *after),
             workspace=(*lowered.workspace, *inner.workspace),
-            expected_s=inner.expected_s if self.timed else None,
+            expected_s=expected_s,
             order=f"{chosen.family} {inner.order}",
         )
 

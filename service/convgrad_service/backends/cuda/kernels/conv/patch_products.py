@@ -24,10 +24,6 @@ __all__ = ["MOST_CHANNELS", "PatchProducts"]
 MOST_CHANNELS = 4
 """The most input channels of a first layer."""
 
-# The fewest elements of a patch: of gradients in 16-bit types, and otherwise. On an H200, of 48
-# elements a copy and a product took 0.31 to 1.02 of the other kernels' time forward and in float32,
-# and 0.73 to 2.5 of it for gradients in bfloat16.
-LEAST_GRADIENT_PATCH, LEAST_PATCH = 128, 32
 CHANNEL = 2
 """The axis of an operand's channels within a group, before D, H and W, or T, R and S."""
 
@@ -36,6 +32,7 @@ class PatchProducts(LoweringFamily):
     """All directions."""
 
     name = "patch_products"
+    copy_s = 3.2e-6
 
     def lowered(self, work: ConvWork, device: CudaDevice) -> Lowered | str:
         if work.groups != 1 or work.in_channels > MOST_CHANNELS:
@@ -44,13 +41,6 @@ class PatchProducts(LoweringFamily):
             return "patches that overlap, or have gaps between them"
         if any(k > 1 and d > 1 for k, d in zip(work.kernel, work.dilation, strict=True)):
             return "dilated"
-        numbers = work.taps * work.in_channels
-        # True float32 of small patches is left to first_weight.
-        exact = work.dtype.itemsize == 4 and work.precision != "high"
-        narrow = work.direction == "bwd_weight" and exact
-        narrow |= work.dtype.itemsize == 2 and work.direction != "fwd"
-        if numbers < (LEAST_GRADIENT_PATCH if narrow else LEAST_PATCH):
-            return f"patches of {numbers} elements"
         if _patch_order(work) is None:
             return "the weights of an output channel are not contiguous"
         if work.direction == "bwd_data":

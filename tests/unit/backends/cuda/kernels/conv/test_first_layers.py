@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -65,7 +64,7 @@ def resnet(direction: Direction, **changes: Any) -> ConvWork:
 
 @pytest.mark.parametrize(("dtype", "precision"), KINDS)
 def test_hopper_takes_the_layers_that_it_has_room_for(dtype: DType, precision: str) -> None:
-    family = HopperFirstData(sparse=True)
+    family = HopperFirstData()
 
     def takes(**changes: Any) -> bool:
         work = resnet("bwd_data", dtype=dtype, precision=precision, **changes)
@@ -85,17 +84,6 @@ def test_hopper_takes_the_layers_that_it_has_room_for(dtype: DType, precision: s
     assert not takes(kernel=15, stride=2, pad=7)
     assert not takes(kernel=3, pad=3, dilation=2)
     assert family.why_not(resnet("bwd_data", dtype=dtype, precision=precision), ADA) is not None
-
-
-def test_hopper_leaves_tiles_of_padding_to_others() -> None:
-    small, large = (
-        resnet("bwd_data", kernel=3, stride=1, pad=1, dtype=DType.FLOAT32, size=size)
-        for size in (32, 64)
-    )
-    assert "most of a tile" in str(HopperFirstData().why_not(small, H200))
-    assert HopperFirstData(sparse=True).why_not(small, H200) is None
-    assert HopperFirstData().why_not(replace(small, precision="high"), H200) is None
-    assert HopperFirstData().why_not(large, H200) is None
 
 
 @pytest.mark.parametrize(("dtype", "precision"), KINDS)
@@ -124,16 +112,3 @@ def test_shares_of_the_weight(kernel: int) -> None:
     copy, taps, _ = family.launches(copied, H200).steps
     assert isinstance(copy, Launch)
     assert taps.instance.source == launch.instance.source
-
-
-def test_plain_products_of_whole_chunks_are_left_to_others() -> None:
-    family, one = HopperFirstTaps(), {"channels": (8, 64), "size": 28, "kernel": 1, "pad": 0}
-    for changes, taken in (
-        ({"stride": 1}, False),
-        ({"stride": 1, "channels": (4, 64)}, True),
-        ({"stride": 1, "layout": "NCHW"}, True),
-        ({"stride": 2}, True),
-        ({"stride": 1, "kernel": 3, "pad": 1}, True),
-    ):
-        work = work_of("bwd_weight", batch=8, **{**one, **changes})
-        assert (family.why_not(work, H200) is None) is taken, changes
