@@ -65,6 +65,17 @@ TF32 = (
     (WEIGHT[0], Config(64, 64, cluster=2, parts=2)),
     (WEIGHT[1], Config(64, 16, parts=2)),
     (WEIGHT[1], Config(64, 32, cluster=3)),
+    # Stored from registers; the weight in registers, an odd and an even number of k-tiles.
+    (FWD[0], Config(64, 96, 32)),
+    (FWD[1], Config(128, 32, 32)),
+    (FWD[0], Config(64, 32, 32, cluster=2)),
+    (DATA[0], Config(64, 48, 32)),
+    (DATA[0], Config(128, 64)),
+    (DATA[1], Config(192, 64, 32)),
+    (DATA[1], Config(256, 32, 32)),
+    (DATA[0], Config(64, 32, 32, cluster=3)),
+    (DATA[1], Config(128, 64, 32, cluster=2)),
+    (conv_bwd_data("long", Conv(4, 16, 8, (29, 31), (1, 1))), Config(64, 32, 32)),
 )
 
 # Blocks of a cluster share an operand: of the last cluster, some have a tile beyond the result.
@@ -205,7 +216,8 @@ def test_transposed(seed: int, case: Case, config: Config) -> None:
 
 @pytest.mark.parametrize(("case", "config"), TF32, ids=name_of)
 def test_tf32(seed: int, case: Case, config: Config) -> None:
-    for one in (case, case.with_params("scaled", alpha=-0.5)):
+    scaled = [case.with_params("scaled", alpha=-0.5)] if case in WEIGHT else []
+    for one in (case, *scaled):
         gates(EmulatedBackend(pointwise_gemm(config)), seed, one, "tf32", [_last(case)])
 
 

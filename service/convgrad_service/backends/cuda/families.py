@@ -268,7 +268,13 @@ WHOLE_CHUNKS = (
     Tuned(TUNABLE),
     PLANES_GEMM,
     SHORT_GEMM,
-    _in_float32(DENSE_CONV, (HopperGather(direct=True),), SPLIT_GATHER, few_terms=SPLIT_GATHER),
+    _in_float32(
+        DENSE_CONV,
+        (HopperGather(direct=True),),
+        (PointwiseGemm(),),
+        SPLIT_GATHER,
+        few_terms=SPLIT_GATHER,
+    ),
     FastestExpected(DENSE_CONV, (HopperGather(direct=True),), *GEMMS, overheads=OVERHEADS),
 )
 TUNABLE_WEIGHT = (

@@ -8,7 +8,9 @@
 // A is M-major, and tiles of M are pixels of an image (TRANSPOSED: B and N); with IMAGES, wgrad: A and B are K-major,
 // and k-tiles are pixels of an image.
 //
-// float32 is multiplied as TF32 by mma.sync (tf32_products.cuh): wgrad with REDUCE 1 or 2.
+// float32 is multiplied as TF32: wgrad by mma.sync (tf32_products.cuh), with REDUCE 1 or 2; fprop by wgmma; and dgrad,
+// TRANSPOSED, by wgmma with A in registers, as wgmma reads operands from shared memory with K contiguous only. REDUCE 0
+// then stores results from registers.
 //
 // Block: a BM x BN tile; CONSUMERS warpgroups of BM / CONSUMERS rows each and two producer warps, one
 // thread for A's loads and one for B's, through a pipeline of `stages` k-tiles of DEPTH elements. A's
@@ -35,7 +37,6 @@
 // Limits: M, N and K below 2^31; 64-bit offsets.
 #include "conv/pointwise_gemm_grid_reduce.cuh"
 #include "conv/pointwise_gemm_store.cuh"
-#include "conv/tf32_products.cuh"
 
 using namespace convgrad;
 
@@ -72,6 +73,49 @@ __device__ __forceinline__ void mainloop(const SharedLayout& smem, PipelineState
       if (lane < sharers) smem.release(state.index, lane);
       state.advance(smem.stages);
     }
+  } else if constexpr (kRegistersA) {
+    const Tf32Rows<DEPTH> rows(threadIdx.x);
+    const u32 own = first_row / 32 * OperandA::kBoxBytes;
+    constexpr int kMmas = DEPTH / OperandB::kMmaDepth;
+    u32 next[kMmas][kMmasM][4], a[kMmas][kMmasM][4];  // of the next k-tile, and those of wgmmas in flight
+    const auto load = [&]() {
+      mbarrier_wait(smem.full_barrier(state.index), state.parity);
+#pragma unroll
+      for (int i = 0; i < kMmas; ++i) {
+#pragma unroll
+        for (int part = 0; part < kMmasM; ++part) {
+          rows.load(smem.a(state.index) + own + part * 2 * OperandA::kBoxBytes + i * 1024, next[i][part]);
+        }
+      }
+    };
+    if (steps > 0) load();
+#pragma unroll 1
+    for (int step = 0; step < steps; ++step) {
+      wgmma_wait<0>();
+#pragma unroll
+      for (int part = 0; part < kMmasM; ++part) fence_accumulators(accum[part]);
+      if (previous >= 0 && lane < sharers) smem.release(previous, lane);
+#pragma unroll
+      for (int i = 0; i < kMmas; ++i) {
+#pragma unroll
+        for (int part = 0; part < kMmasM; ++part) Tf32Rows<DEPTH>::give(a[i][part], next[i][part]);
+      }
+      wgmma_fence();
+#pragma unroll
+      for (int i = 0; i < kMmas; ++i) {
+        const u64 b = OperandB::descriptor(smem.b(state.index), 0, i);
+#pragma unroll
+        for (int part = 0; part < kMmasM; ++part) wgmma<T>(accum[part], a[i][part], b, i > 0 || step > 0);
+      }
+      wgmma_commit();
+      previous = state.index;
+      state.advance(smem.stages);
+      if (step + 1 < steps) load();
+    }
+    wgmma_wait<0>();
+#pragma unroll
+    for (int part = 0; part < kMmasM; ++part) fence_accumulators(accum[part]);
+    if (previous >= 0 && lane < sharers) smem.release(previous, lane);
   } else {
 #pragma unroll 1
     for (int step = 0; step < steps; ++step) {
@@ -79,7 +123,7 @@ __device__ __forceinline__ void mainloop(const SharedLayout& smem, PipelineState
       const u32 b_from = RESIDENT ? smem.resident + step * OperandB::kBytes : smem.b(state.index);
       wgmma_fence();
 #pragma unroll
-      for (int i = 0; i < DEPTH / 16; ++i) {
+      for (int i = 0; i < DEPTH / OperandB::kMmaDepth; ++i) {
         const u64 b = OperandB::descriptor(b_from, 0, i);
 #pragma unroll
         for (int part = 0; part < kMmasM; ++part) {
@@ -161,6 +205,14 @@ __device__ __forceinline__ void consume_row_tiles(const PointwiseGemmArgs& args,
     }
     if (kPingPong) state.skip(work.steps, smem.stages);
     if (!kTransposed && !args.plain) apply_alpha_bias(args, work.column, accum);
+#if TF32
+#pragma unroll
+    for (int part = 0; part < kMmasM; ++part) {
+      store_pairs(args, (kTransposed ? work.column : tile * BM) + warp / 4 * kNextRows + part * 64,
+                  kTransposed ? tile * BN : work.column, accum[part]);
+    }
+  }
+#else
     const int image = kPlanes ? tile / args.image_tiles : 0, tile_in = kPlanes ? tile - image * args.image_tiles : tile;
     if constexpr (kStoresColumns) {
       const int row = (kPlanes ? tile_in * BM : work.column) + warp / 4 * kNextRows;
@@ -196,11 +248,12 @@ __device__ __forceinline__ void consume_row_tiles(const PointwiseGemmArgs& args,
     }
   }
   if (lane == 0) tma_store_wait_read<0>();
+#endif
 }
 #endif
 
 // Calls each(index, fragment, fragment_row, row, column) for this thread's part of the owned fragments: eight
-// consecutive columns of rows `row` and row + 8 of the tile. `index` numbers the parts within the block.
+// consecutive columns of rows `row` and row + kRowStep of the tile. `index` numbers the parts within the block.
 template <class Each>
 __device__ __forceinline__ void for_each_owned(const Reduce& reduce, Each each) {
   const int warp = threadIdx.x / 32;
@@ -208,7 +261,7 @@ __device__ __forceinline__ void for_each_owned(const Reduce& reduce, Each each) 
   for (int i = threadIdx.x & 31; i < reduce.fragment_count() * 8; i += 32) {
     const int row = i & 7, fragment = i >> 3, f = reduce.first_fragment() + fragment;
     each(warp * reduce.fragment_count() * 8 + i, fragment, row,
-         warp / 4 * kWarpgroupRows + f / kFragmentsN * 64 + warp % 4 * 16 + row, f % kFragmentsN * 8);
+         warp / 4 * kWarpgroupRows + f / kFragmentsN * 64 + fragment_row(warp % 4, row), f % kFragmentsN * 8);
   }
 }
 
@@ -241,8 +294,6 @@ __device__ __forceinline__ void store_reduced(const PointwiseGemmArgs& args, int
     } else {
       sum_partials(partials + i * 4, args.parts, sums);
     }
-    constexpr int kRowStep = kMixesRows ? 1 : 8;  // to the second row
-    if (kMixesRows) r += in;
     if (kMixesColumns) c = c / 16 * 16 + c / 8 % 2;
     const int columns_left = args.columns - column - c, left = kMixesColumns ? (columns_left + 1) / 2 : columns_left;
     if (left <= 0) return;

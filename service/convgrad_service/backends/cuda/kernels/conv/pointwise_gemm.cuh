@@ -53,6 +53,7 @@ struct GemmOperand {
   static constexpr u32 kBytes = kBoxes * kBoxBytes;
   // Of wgmma, which multiplies TF32 with K contiguous only.
   static constexpr Major kMajor = kMn && sizeof(T) == 2 ? kMajorMn : kMajorK;
+  static constexpr int kMmaDepth = 32 / static_cast<int>(sizeof(T));  // of a wgmma
   static_assert(kMn || kDepth % kRowElements == 0, "whole rows");
   static_assert(kBoxBytes % (8 * kRowBytes) == 0, "swizzled patterns repeat");
 

@@ -54,9 +54,9 @@ NEEDS = Requirements(DTYPES, tf32=True, hopper=True)
 
 
 class PointwiseGemm:
-    """fwd, bwd_data and bwd_weight of 1x1 kernels and stride 1 in 16 bits, the last also in TF32.
+    """fwd, bwd_data and bwd_weight of 1x1 kernels and stride 1, in 16 bits or in TF32.
 
-    Channels last or channels first, in 16 bits also in rows that are no whole chunks.
+    Channels last; in 16 bits also channels first, or in rows that are no whole chunks.
     """
 
     name = "pointwise_gemm"
@@ -218,15 +218,29 @@ class PointwiseGemm:
                     for dtype in IN_16_BITS
                     for one in every_config(like.menu)
                 }
-        tf32 = _like(True, True, transposed=False, item_bytes=4)
-        return [*found, *(_instance(DType.FLOAT32, one, tf32) for one in every_config(tf32.menu))]
+        tf32 = [_like(a, b, transposed=False, item_bytes=4) for a, b in (majors[0], majors[2])]
+        tf32 += [_like(True, False, transposed=True, item_bytes=4)]
+        return [
+            *found,
+            *(
+                _instance(DType.FLOAT32, config, product)
+                for product in tf32
+                for config in every_config(product.menu)
+            ),
+        ]
 
 
 def _like(a_mn: bool, b_mn: bool, *, transposed: bool, item_bytes: int = ITEM_BYTES) -> Product:
     """Return some product whose operands lie so."""
     strides = (1, CHUNK) if transposed else (CHUNK, 1)
     a, b = (Matrix(1, 1, mn, item_bytes=item_bytes) for mn in (a_mn, b_mn))
-    return Product(a, b, 1, *strides, stores=item_bytes == ITEM_BYTES, swapped=transposed)
+    stores = item_bytes == ITEM_BYTES or not b_mn
+    return Product(a, b, 1, *strides, stores=stores, swapped=transposed)
+
+
+def _moves(config: Config, product: Product) -> int:
+    """Return the dimension whose tiles a block takes in turn: 0 for rows, 1 for columns."""
+    return int(product.transposed and not config.reduces)
 
 
 def _arguments(work: ConvWork, product: Product, config: Config, stages: int) -> Any:
@@ -247,7 +261,7 @@ def _arguments(work: ConvWork, product: Product, config: Config, stages: int) ->
     args.parts, args.owned = config.parts, config.owned
     args.steps, args.steps_each = config.steps(product), config.steps_each(product)
     args.slices = config.slices if config.in_grid else 1
-    args.stages, args.row_tiles = stages, config.tiles(product)[product.transposed]
+    args.stages, args.row_tiles = stages, config.tiles(product)[_moves(config, product)]
     args.b_pitch = product.b.pitch
     args.a_whole = config.is_whole(product.a, config.m)
     args.b_whole = config.is_whole(product.b, config.n)
@@ -292,7 +306,7 @@ def _maps(
     a_map = a, _map(work.dtype, product, config, product.a, config.m)
     b_map = b, _map(work.dtype, product, config, product.b, config.n)
     # Only TMA stores need a tensor map of the result, which not every result can have.
-    by_tma = not config.reduces and work.result.dtype is work.dtype
+    by_tma = not (config.reduces or product.in_tf32) and work.result.dtype is work.dtype
     by_tma &= not (product.shifted and product.images)
     d_map = (work.result, _result_map(work.dtype, product, config)) if by_tma else a_map
     return {"a_map": a_map, "b_map": b_map, "d_map": d_map}
@@ -331,7 +345,15 @@ def _map(dtype: DType, product: Product, config: Config, matrix: Matrix, extent:
         )
     if not matrix.mn:
         sizes, box = (product.depth, matrix.rows), (wide, extent)
-        return TiledMap(dtype, sizes, (pitch,), swizzle=row_bytes, box=box, l2_bytes=fetched)
+        return TiledMap(
+            dtype,
+            sizes,
+            (pitch,),
+            swizzle=row_bytes,
+            box=box,
+            l2_bytes=fetched,
+            round_to_tf32=dtype is DType.FLOAT32,
+        )
     whole = config.is_whole(matrix, extent)
     if matrix.image:
         return TiledMap(

@@ -63,6 +63,18 @@ STORED["gather_unaligned"] = STORED["gather_unaligned_forward"] = {
 STORED["planes_transposed_unaligned"] = STORED["planes_transposed_unaligned_forward"] = {
     64: {64: (64, 128), 128: (128,)},
 }
+# Of TF32.
+STORED["gather_tf32_forward"] = {
+    32: {64: (32, 64, 96, 128, 192), 128: (32, 64, 96, 128, 192)},
+}
+STORED["transposed_tf32"] = {
+    32: {
+        64: (32, 48, 64, 80, 96, 112, 128, 144, 160, 192, 256),
+        128: (32, 48, 64, 96, 112, 128, 144, 176, 208),
+        192: (64, 128),
+    },
+    64: {64: (32, 64, 128), 128: (64, 128)},
+}
 # As STORED, and all of B stays in shared memory.
 RESIDENT: Tiles = {
     "gather": {
@@ -103,6 +115,8 @@ IN_CLUSTER: Tiles = {
         64: {64: (16, 32, 64)},
     },
 }
+IN_CLUSTER["gather_tf32_forward"] = {32: {64: (32, 64), 128: (64, 128)}}
+IN_CLUSTER["transposed_tf32"] = {32: {64: (16, 32, 64, 128), 128: (64,)}, 64: {64: (32, 64)}}
 # The blocks of the grid split K.
 IN_GRID: Tiles = {
     "weight": {

@@ -26,8 +26,8 @@ SIDE = 8
 def products_of(work: ConvWork, *, unaligned: bool = False) -> tuple[Product, ...]:
     """Return the GEMMs that compute the work from rows of whole chunks, or (``unaligned``) others.
 
-    There are none, one, or two, with A and B exchanged. In float32 there are only those of weight
-    gradients, channels last, of whole chunks.
+    There are none, one, or two, with A and B exchanged. In float32 there are only those of channels
+    last, of whole chunks.
     """
     return tuple(one for one in _every_product(work) if one.unaligned == unaligned)
 
@@ -38,7 +38,7 @@ def _every_product(work: ConvWork) -> tuple[Product, ...]:
     _, k, c, *_ = work.w.strides
     inputs, outputs, pixels = work.in_channels, work.out_channels, work.pixels
     item_bytes = work.dtype.itemsize
-    if item_bytes > ITEM_BYTES and (work.direction != "bwd_weight" or x is None or y is None):
+    if item_bytes > ITEM_BYTES and (x is None or y is None):
         return ()
     if x is not None and _writes_planes(work):
         a, b = Matrix(pixels, x, mn=False), Matrix(outputs, k, mn=False)
@@ -67,6 +67,8 @@ def _every_product(work: ConvWork) -> tuple[Product, ...]:
         )
     backward = work.direction == "bwd_data"
     read, written, depth = (y, x, outputs) if backward else (x, y, inputs)
+    if item_bytes > ITEM_BYTES:
+        return _in_tf32(work, read, written)
     a = Matrix(pixels, read, mn=False)
     b = Matrix(inputs if backward else outputs, k, mn=backward)
     if read % CHUNK or k % CHUNK:
@@ -78,6 +80,21 @@ def _every_product(work: ConvWork) -> tuple[Product, ...]:
     if not (product.stores and work.epilogue_free):
         return (product,)
     return product, Product(b, a, depth, 1, written, stores=True, swapped=True)
+
+
+def _in_tf32(work: ConvWork, read: int, written: int) -> tuple[Product, ...]:
+    """Return the GEMM of a convolution of channels last in float32, by its pixels' strides: none, or
+    one. Of a gradient of the input, A is the weight, as B's K must be contiguous."""
+    k, (depth, channels) = work.w.strides[1], work.channels
+    backward = work.direction == "bwd_data"
+    whole = not any(value * 4 % CHUNK_BYTES for value in (read, written, k, channels))
+    if not (whole and _stores(work, 0)) or (backward and not work.epilogue_free):
+        return ()
+    pixels = Matrix(work.pixels, read, mn=False, item_bytes=4)
+    weight = Matrix(channels, k, mn=backward, item_bytes=4)
+    if backward:
+        return (Product(weight, pixels, depth, 1, written, stores=True, swapped=True),)
+    return (Product(pixels, weight, depth, written, 1, stores=True),)
 
 
 def _planes(work: ConvWork) -> tuple[Product, ...]:

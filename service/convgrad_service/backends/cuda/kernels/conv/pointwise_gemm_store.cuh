@@ -7,17 +7,6 @@
 #if !REDUCE
 namespace {
 
-// Address of columns 8 * chunk to 8 * chunk + 7 of a row in a staging buffer.
-__device__ __forceinline__ u32 staging_address(u32 staging, int row, int chunk) {
-  if constexpr (D_BYTES == 128) {
-    return staging + chunk / 8 * kBoxBytes + row * 128 + ((chunk % 8) ^ (row & 7)) * 16;
-  } else if constexpr (D_BYTES == 64) {
-    return staging + chunk / 4 * kBoxBytes + row * 64 + ((chunk % 4) ^ (row >> 1 & 3)) * 16;
-  } else {
-    return staging + row * (kStoredColumns * static_cast<int>(sizeof(T))) + chunk * 16;
-  }
-}
-
 // accum = alpha * accum + bias.
 __device__ __forceinline__ void apply_alpha_bias(const PointwiseGemmArgs& args, int column,
                                                  Accumulators& accum) {
@@ -35,6 +24,40 @@ __device__ __forceinline__ void apply_alpha_bias(const PointwiseGemmArgs& args, 
         accum[part][j][e + 2] = accum[part][j][e + 2] * args.alpha + add;
       }
     }
+  }
+}
+
+#if TF32
+// Stores 64 rows of a warpgroup from its registers, a lane pairs of neighbours, and a warp whole sectors.
+__device__ __forceinline__ void store_pairs(const PointwiseGemmArgs& args, int row, int column,
+                                            const float (&accum)[kFragmentsN][4]) {
+  const int lane = threadIdx.x & 31, rows_left = args.rows - row, columns_left = args.columns - column;
+  const int r = fragment_row(threadIdx.x / 32 % 4, lane / 4), c = lane % 4 * 2;
+  float* const to = static_cast<float*>(args.result) + (row + r) * args.row_stride + (column + c) * args.column_stride;
+#pragma unroll
+  for (int j = 0; j < kFragmentsN; ++j) {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      // Two rows of one column, or two columns of one row.
+      const float first = accum[j][kTransposed ? e : e * 2], second = accum[j][kTransposed ? e + 2 : e * 2 + 1];
+      const bool inside = kTransposed ? r < rows_left && c + j * 8 + e < columns_left
+                                      : r + e * 8 < rows_left && c + j * 8 < columns_left;
+      const i64 at = kTransposed ? (j * 8 + e) * args.column_stride : e * 8 * args.row_stride + j * 8;
+      store_if(inside, to + at, uint2{__float_as_uint(first), __float_as_uint(second)});
+    }
+  }
+}
+#endif
+
+#if !TF32
+// Address of columns 8 * chunk to 8 * chunk + 7 of a row in a staging buffer.
+__device__ __forceinline__ u32 staging_address(u32 staging, int row, int chunk) {
+  if constexpr (D_BYTES == 128) {
+    return staging + chunk / 8 * kBoxBytes + row * 128 + ((chunk % 8) ^ (row & 7)) * 16;
+  } else if constexpr (D_BYTES == 64) {
+    return staging + chunk / 4 * kBoxBytes + row * 64 + ((chunk % 4) ^ (row >> 1 & 3)) * 16;
+  } else {
+    return staging + row * (kStoredColumns * static_cast<int>(sizeof(T))) + chunk * 16;
   }
 }
 
@@ -204,6 +227,8 @@ __device__ __forceinline__ void store_columns(const PointwiseGemmArgs& args, u32
     tma_store_commit();
   }
 }
+
+#endif
 
 }  // namespace
 #endif
