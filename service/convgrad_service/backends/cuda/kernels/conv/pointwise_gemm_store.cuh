@@ -43,7 +43,8 @@ __device__ __forceinline__ void store_pairs(const PointwiseGemmArgs& args, int r
       const bool inside = kTransposed ? r < rows_left && c + j * 8 + e < columns_left
                                       : r + e * 8 < rows_left && c + j * 8 < columns_left;
       const i64 at = kTransposed ? (j * 8 + e) * args.column_stride : e * 8 * args.row_stride + j * 8;
-      store_if(inside, to + at, uint2{__float_as_uint(first), __float_as_uint(second)});
+      // With an inline store, the compiler would make wgmmas wait for each other.
+      if (inside) *reinterpret_cast<float2*>(to + at) = {first, second};
     }
   }
 }
