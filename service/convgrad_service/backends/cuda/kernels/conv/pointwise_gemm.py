@@ -9,6 +9,7 @@ from typing import Any
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_configs import every_config, sharing
+from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_maps import maps_of
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_model import chosen
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_products import (
     CHUNK,
@@ -17,8 +18,6 @@ from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_products import 
 )
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_tiles import (
     ITEM_BYTES,
-    ROW_BYTES,
-    SLAB_ROWS,
     UNALIGNED,
     Config,
     Matrix,
@@ -26,7 +25,7 @@ from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_tiles import (
 )
 from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS
 from convgrad_service.backends.cuda.kernels.core.limits import DTYPES, IN_16_BITS, Requirements
-from convgrad_service.backends.cuda.kernels.core.tensor_maps import TiledMap, pack_maps
+from convgrad_service.backends.cuda.kernels.core.tensor_maps import pack_maps
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import HOPPER, CudaDevice
 from convgrad_service.plans.cuda.program import (
@@ -41,7 +40,7 @@ from convgrad_service.plans.cuda.works import ConvWork, Operand
 
 __all__ = ["PointwiseGemm"]
 
-LINE_BYTES, WIDEST = 128, 256
+LINE_BYTES = 128
 COUNTERS = ZEROS_BYTES // 4
 SWAPPED = "_swapped"
 MOST_ROWS = 2**31 - 2**16
@@ -103,7 +102,7 @@ class PointwiseGemm:
             return "split_k is set by the caller"
         if max(work.pixels, work.in_channels, work.out_channels) > MOST_ROWS:
             return f"more than {MOST_ROWS} pixels or channels"
-        if work.follows and work.w.strides[1] * ITEM_BYTES % LINE_BYTES:
+        if work.follows and work.w.strides[1] * work.dtype.itemsize % LINE_BYTES:
             # hopper_gather copies such weights to whole cache lines while the preceding launch
             # runs, which took 84 instead of 102 us with 728 channels. Not measured for this family.
             return "weight rows that are not whole cache lines, in a work that follows a launch"
@@ -156,7 +155,7 @@ class PointwiseGemm:
             (config.threads(product), 1, 1),
             pack_maps(
                 _arguments(work, product, config, stages),
-                _maps(work, product, config, a, b),
+                maps_of(work, product, config, a, b),
                 a=a if product.unaligned else None,
                 b=b,
                 result=result,
@@ -295,121 +294,3 @@ def _operands(work: ConvWork) -> tuple[Operand, Operand]:
     if work.direction == "fwd":
         return work.x, work.w
     return work.y, work.w if work.direction == "bwd_data" else work.x
-
-
-def _maps(
-    work: ConvWork, product: Product, config: Config, a: Operand, b: Operand
-) -> dict[str, tuple[Operand, TiledMap]]:
-    """Return the kernel's tensor maps, of which those that it does not use may be any."""
-    if product.unaligned:
-        return {}
-    a_map = a, _map(work.dtype, product, config, product.a, config.m)
-    b_map = b, _map(work.dtype, product, config, product.b, config.n)
-    # Only TMA stores need a tensor map of the result, which not every result can have.
-    by_tma = not (config.reduces or product.in_tf32) and work.result.dtype is work.dtype
-    by_tma &= not (product.shifted and product.images)
-    d_map = (work.result, _result_map(work.dtype, product, config)) if by_tma else a_map
-    return {"a_map": a_map, "b_map": b_map, "d_map": d_map}
-
-
-def _map(dtype: DType, product: Product, config: Config, matrix: Matrix, extent: int) -> TiledMap:
-    """Return the tensor map of an operand, whose boxes `GemmOperand` loads."""
-    row_bytes = config.row_bytes(matrix, extent)
-    wide, pitch = row_bytes // matrix.item_bytes, matrix.pitch * matrix.item_bytes
-    # Gradients, channels last, if L2 fetches lines instead of pairs of lines: 0.97 of the time on
-    # an H200 (125 configurations, at most 1.03), but 1.02 with the widest tiles (27).
-    gradient = (product.a.mn or product.b.mn) and not product.images
-    fetched = LINE_BYTES if gradient and config.n < WIDEST else 2 * LINE_BYTES
-    if product.shifted and matrix.image:
-        # Boxes of one of each `together` channels.
-        pixels = product.depth if product.summed_images else matrix.rows
-        channels = matrix.rows if product.summed_images else product.depth
-        at_once = extent if product.summed_images else config.depth
-        side, images = product.together, product.summed_images or product.images
-        return TiledMap(
-            dtype,
-            ((side - 1) * matrix.pitch + pixels // images, channels // side, images),
-            (side * pitch, matrix.image * ITEM_BYTES),
-            swizzle=row_bytes,
-            box=(wide, at_once // side, 1),
-            l2_bytes=fetched,
-        )
-    if not matrix.mn and matrix.image:
-        return TiledMap(
-            dtype,
-            (product.depth // product.summed_images, matrix.rows, product.summed_images),
-            (pitch, matrix.image * ITEM_BYTES),
-            swizzle=row_bytes,
-            box=(wide, extent, 1),
-            l2_bytes=fetched,
-        )
-    if not matrix.mn:
-        sizes, box = (product.depth, matrix.rows), (wide, extent)
-        return TiledMap(
-            dtype,
-            sizes,
-            (pitch,),
-            swizzle=row_bytes,
-            box=box,
-            l2_bytes=fetched,
-            round_to_tf32=dtype is DType.FLOAT32,
-        )
-    whole = config.is_whole(matrix, extent)
-    if matrix.image:
-        return TiledMap(
-            dtype,
-            (matrix.rows // product.images, product.depth, product.images),
-            (pitch, matrix.image * ITEM_BYTES),
-            swizzle=row_bytes,
-            box=(wide, config.depth, 1),
-            l2_bytes=fetched,
-        )
-    return TiledMap(
-        dtype,
-        (wide, product.depth, matrix.rows // wide) if whole else (matrix.rows, product.depth, 1),
-        (pitch, row_bytes if whole else pitch),
-        swizzle=row_bytes,
-        box=(wide, config.depth, extent // wide if whole else 1),
-        l2_bytes=fetched,
-        round_to_tf32=dtype is DType.FLOAT32,
-    )
-
-
-def _result_map(dtype: DType, product: Product, config: Config) -> TiledMap:
-    """Return the tensor map of the result.
-
-    Its box is 16 rows of a block of columns; either transposed or of planes, 64 rows of all columns
-    of a tile.
-    """
-    rows_box = config.d_bytes // ITEM_BYTES or config.stored_columns(product), SLAB_ROWS
-    if product.images and product.transposed:
-        return TiledMap(
-            dtype,
-            (product.columns // product.images, product.rows, product.images),
-            (product.row_stride * ITEM_BYTES, product.image_stride * ITEM_BYTES),
-            swizzle=config.d_bytes,
-            box=(*rows_box, 1),
-        )
-    if product.images:
-        return TiledMap(
-            dtype,
-            (product.rows // product.images, product.columns, product.images),
-            (product.column_stride * ITEM_BYTES, product.image_stride * ITEM_BYTES),
-            swizzle=ROW_BYTES[-1],
-            box=(ROW_BYTES[-1] // ITEM_BYTES, config.stored_columns(product), 1),
-        )
-    if product.transposed:
-        return TiledMap(
-            dtype,
-            (product.rows, product.columns),
-            (product.column_stride * ITEM_BYTES,),
-            swizzle=ROW_BYTES[-1],
-            box=(ROW_BYTES[-1] // ITEM_BYTES, config.stored_columns(product)),
-        )
-    return TiledMap(
-        dtype,
-        (product.columns, product.rows),
-        (product.row_stride * ITEM_BYTES,),
-        swizzle=config.d_bytes,
-        box=rows_box,
-    )

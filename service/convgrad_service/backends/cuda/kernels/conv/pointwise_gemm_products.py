@@ -83,7 +83,7 @@ def _every_product(work: ConvWork) -> tuple[Product, ...]:
 
 
 def _in_tf32(work: ConvWork, read: int, written: int) -> tuple[Product, ...]:
-    """Return the GEMM of a convolution of channels last in float32, by its pixels' strides: none, or
+    """Return the GEMM of a convolution of channels last in float32, by its pixels' strides: none or
     one. Of a gradient of the input, A is the weight, as B's K must be contiguous."""
     k, (depth, channels) = work.w.strides[1], work.channels
     backward = work.direction == "bwd_data"

@@ -48,9 +48,17 @@ __device__ __forceinline__ void store_pairs(const PointwiseGemmArgs& args, int r
     }
   }
 }
-#endif
 
-#if !TF32
+// Stores a warpgroup's part of a tile.
+__device__ __forceinline__ void store_tile(const PointwiseGemmArgs& args, const BlockWork& work, int tile, u32, int&,
+                                           const Accumulators& accum) {
+#pragma unroll
+  for (int part = 0; part < kMmasM; ++part) {
+    store_pairs(args, (kTransposed ? work.column : tile * BM) + threadIdx.x / 128 * kNextRows + part * 64,
+                kTransposed ? tile * BN : work.column, accum[part]);
+  }
+}
+#else
 // Address of columns 8 * chunk to 8 * chunk + 7 of a row in a staging buffer.
 __device__ __forceinline__ u32 staging_address(u32 staging, int row, int chunk) {
   if constexpr (D_BYTES == 128) {
@@ -229,6 +237,44 @@ __device__ __forceinline__ void store_columns(const PointwiseGemmArgs& args, u32
   }
 }
 
+// Stores a warpgroup's part of a tile through its warps' staging buffers, of which `buffer` is the next one.
+__device__ __forceinline__ void store_tile(const PointwiseGemmArgs& args, const BlockWork& work, int tile, u32 staging,
+                                           int& buffer, const Accumulators& accum) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
+  const int image = kPlanes ? tile / args.image_tiles : 0, tile_in = kPlanes ? tile - image * args.image_tiles : tile;
+  if constexpr (kStoresColumns) {
+    const int row = (kPlanes ? tile_in * BM : work.column) + warp / 4 * kNextRows;
+    const int first = kPlanes ? work.column : tile * BN;
+#pragma unroll
+    for (int i = 0; i < kMmasM * (BN / kStoredColumns); ++i) {
+      const int part = i % kMmasM, column = i / kMmasM * kStoredColumns;
+      if (threadIdx.x % 128 == 0) tma_store_wait_read<BUFFERS - 1>();
+      named_barrier_sync(1 + warp / 4, 128);
+      store_columns(args, staging + buffer * kStagingBytes, row + part * 64, first + column, image,
+                    accum[part], column / 8);
+      if (++buffer == BUFFERS) buffer = 0;
+    }
+    return;
+  }
+  if (args.wide_result) {
+#pragma unroll
+    for (int part = 0; part < kMmasM; ++part) {
+      store_wide(args, tile * BM + warp / 4 * kNextRows + part * 64 + warp % 4 * 16, work.column,
+                 accum[part]);
+    }
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < kMmasM * (BN / kStoredColumns); ++i) {
+    const int part = i % kMmasM, column = i / kMmasM * kStoredColumns;
+    if (lane == 0) tma_store_wait_read<BUFFERS - 1>();
+    __syncwarp();
+    store_rows(args, staging + buffer * kStagingBytes,
+               (kTransposed ? work.column : tile * BM) + warp / 4 * kNextRows + part * 64 + warp % 4 * 16,
+               (kTransposed ? tile_in * BN : work.column) + column, image, accum[part], column / 8);
+    if (++buffer == BUFFERS) buffer = 0;
+  }
+}
 #endif
 
 }  // namespace

@@ -239,8 +239,7 @@ def product_of(work: ConvWork) -> Product:
         return Product(pixels, inputs, outputs, y, weight, x, 1, 1, True, False)
     images = work.batch
     x, y = (
-        Matrix(one, one.strides[2], one.strides[0] if images > 1 else 0)
-        for one in (work.x, work.y)
+        Matrix(one, one.strides[2], one.strides[0] if images > 1 else 0) for one in (work.x, work.y)
     )
     pixels //= images
     if work.direction == "bwd_weight":
