@@ -214,6 +214,23 @@ def test_transposed(seed: int, case: Case, config: Config) -> None:
         check(found, wanted, gate, f"seed {seed}, {case.id} {config}")
 
 
+# The same channels first: forward, the pixels of an image in registers, and weight gradients.
+_EIGHTEEN = Conv(3, 72, 136, (6, 18), (1, 1))
+TF32_PLANES = (
+    (conv_fwd("planes", _EIGHTEEN), Config(64, 96, 32), False),
+    (conv_fwd("planes", _EIGHTEEN), Config(128, 64, 32), False),
+    (conv_fwd("wide", Conv(2, 40, 24, (13, 20), (1, 1))), Config(128, 32, 32), False),
+    (grouped_conv_bwd_weight("planes", _EIGHTEEN), Config(64, 32, 32, cluster=2), False),
+    (grouped_conv_bwd_weight("planes", _EIGHTEEN), Config(128, 64, 32, parts=5), True),
+    (grouped_conv_bwd_weight("planes", _EIGHTEEN), Config(64, 64, cluster=2, parts=2), False),
+)
+
+
+@pytest.mark.parametrize(("case", "config", "swapped"), TF32_PLANES, ids=name_of)
+def test_tf32_planes(seed: int, case: Case, config: Config, swapped: bool) -> None:
+    gates(EmulatedBackend(pointwise_gemm(config, swapped=swapped)), seed, case, "tf32", ["NCHW"])
+
+
 @pytest.mark.parametrize(("case", "config"), TF32, ids=name_of)
 def test_tf32(seed: int, case: Case, config: Config) -> None:
     scaled = [case.with_params("scaled", alpha=-0.5)] if case in WEIGHT else []

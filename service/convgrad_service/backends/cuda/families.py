@@ -242,8 +242,9 @@ FLOAT32_GEMM = ImplicitGemm(dtypes=(DType.FLOAT32,), least_channels=4)
 IMPLICIT_GEMMS = (IMPLICIT_GEMM, FLOAT32_GEMM)
 # 1x1 convolutions as GEMMs. For channels first in aligned planes, and for those expected to be
 # short, hardly any other family was ever faster, so they are not compared.
-PLANES_GEMM = PointwiseGemm(planes=True)
-SHORT_GEMM = PointwiseGemm(most_s=25e-6, dtypes=(DType.FLOAT16, DType.BFLOAT16))
+_IN_16_BITS = DType.FLOAT16, DType.BFLOAT16
+PLANES_GEMM = PointwiseGemm(planes=True, dtypes=_IN_16_BITS)
+SHORT_GEMM = PointwiseGemm(most_s=25e-6, dtypes=_IN_16_BITS)
 GEMMS = (PointwiseGemm(),), (IMPLICIT_GEMM,)
 UNALIGNED_GEMM = PointwiseGemm(unaligned=True)
 

@@ -219,6 +219,8 @@ class PointwiseGemm:
                 }
         tf32 = [_like(a, b, transposed=False, item_bytes=4) for a, b in (majors[0], majors[2])]
         tf32 += [_like(True, False, transposed=True, item_bytes=4)]
+        tf32 += [replace(_like(True, False, transposed=False, item_bytes=4), images=1)]
+        tf32 += [replace(tf32[0], summed_images=1, stores=False)]
         return [
             *found,
             *(
@@ -267,6 +269,8 @@ def _arguments(work: ConvWork, product: Product, config: Config, stages: int) ->
     args.image_tiles = args.row_tiles // max(product.images, 1)
     if product.summed_images:
         args.image_tiles = config.image_steps(product)
+    if product.in_tf32 and product.images:
+        args.pixels, args.image_stride = product.rows // product.images, product.image_stride
     if product.unaligned:
         pixels = product.depth if product.summed_images else product.columns
         args.pixels = pixels // max(product.images, product.summed_images, 1)

@@ -75,6 +75,7 @@ STORED["transposed_tf32"] = {
     },
     64: {64: (32, 64, 128), 128: (64, 128)},
 }
+STORED["planes_tf32_forward"] = {32: {64: (32, 64, 128), 128: (32, 64, 96, 128, 192)}}
 # As STORED, and all of B stays in shared memory.
 RESIDENT: Tiles = {
     "gather": {
@@ -116,6 +117,10 @@ IN_CLUSTER: Tiles = {
     },
 }
 IN_CLUSTER["gather_tf32_forward"] = {32: {64: (32, 64), 128: (64, 128)}}
+IN_CLUSTER["weight_planes_tf32"] = {
+    32: {64: (32, 64, 128), 128: (64, 128)},
+    64: {64: (32, 64)},
+}
 IN_CLUSTER["transposed_tf32"] = {32: {64: (16, 32, 64, 128), 128: (64,)}, 64: {64: (32, 64)}}
 # The blocks of the grid split K.
 IN_GRID: Tiles = {
@@ -133,6 +138,7 @@ IN_CLUSTER["weight_unaligned"] = IN_CLUSTER["weight_planes_unaligned"] = {64: {6
 IN_GRID["weight_unaligned"] = IN_GRID["weight_planes_unaligned"] = {
     64: {64: (32, 64, 96), 128: (32, 64)},
 }
+IN_GRID["weight_planes_tf32"] = IN_CLUSTER["weight_planes_tf32"]
 # Tiles of STORED whose blocks can share an operand with those of their cluster, and the sizes of
 # such clusters.
 SHARED: Tiles = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_tiles import (
     ITEM_BYTES,
@@ -35,7 +37,12 @@ def maps_of(
 
 
 def _map(dtype: DType, product: Product, config: Config, matrix: Matrix, extent: int) -> TiledMap:
-    """Return the tensor map of an operand, whose boxes `GemmOperand` loads."""
+    """Return the tensor map of an operand, whose boxes `GemmOperand` loads; float32 becomes TF32."""
+    found = _boxes(dtype, product, config, matrix, extent)
+    return replace(found, round_to_tf32=dtype is DType.FLOAT32)
+
+
+def _boxes(dtype: DType, product: Product, config: Config, matrix: Matrix, extent: int) -> TiledMap:
     row_bytes = config.row_bytes(matrix, extent)
     wide, pitch = row_bytes // matrix.item_bytes, matrix.pitch * matrix.item_bytes
     # Gradients, channels last, if L2 fetches lines instead of pairs of lines: 0.97 of the time on
@@ -60,7 +67,7 @@ def _map(dtype: DType, product: Product, config: Config, matrix: Matrix, extent:
         return TiledMap(
             dtype,
             (product.depth // product.summed_images, matrix.rows, product.summed_images),
-            (pitch, matrix.image * ITEM_BYTES),
+            (pitch, matrix.image * matrix.item_bytes),
             swizzle=row_bytes,
             box=(wide, extent, 1),
             l2_bytes=fetched,
@@ -74,14 +81,13 @@ def _map(dtype: DType, product: Product, config: Config, matrix: Matrix, extent:
             swizzle=row_bytes,
             box=box,
             l2_bytes=fetched,
-            round_to_tf32=dtype is DType.FLOAT32,
         )
     whole = config.is_whole(matrix, extent)
     if matrix.image:
         return TiledMap(
             dtype,
             (matrix.rows // product.images, product.depth, product.images),
-            (pitch, matrix.image * ITEM_BYTES),
+            (pitch, matrix.image * matrix.item_bytes),
             swizzle=row_bytes,
             box=(wide, config.depth, 1),
             l2_bytes=fetched,
@@ -93,7 +99,6 @@ def _map(dtype: DType, product: Product, config: Config, matrix: Matrix, extent:
         swizzle=row_bytes,
         box=(wide, config.depth, extent // wide if whole else 1),
         l2_bytes=fetched,
-        round_to_tf32=dtype is DType.FLOAT32,
     )
 
 

@@ -115,17 +115,16 @@ class Product:
     @property
     def kind(self) -> str:
         """The name of its cost model's correction."""
-        how = SHIFTED if self.shifted else UNALIGNED * self.unaligned
+        how = SHIFTED if self.shifted else UNALIGNED * self.unaligned + TF32 * self.in_tf32
         if self.images:
             return ("planes_transposed" if self.transposed else "planes") + how
         if self.summed_images:
             return "weight_planes" + how
         if self.unaligned:
             return ("weight" if self.a.mn else "gather") + how
-        tf32 = TF32 * self.in_tf32
         if not self.a.mn or self.transposed:
-            return ("transposed" if self.transposed else "gather") + tf32
-        return f"weight{tf32}"
+            return ("transposed" if self.transposed else "gather") + how
+        return f"weight{how}"
 
     @property
     def menu(self) -> str:

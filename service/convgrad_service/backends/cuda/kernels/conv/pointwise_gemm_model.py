@@ -40,6 +40,7 @@ def prepare(device: CudaDevice) -> None:
     table_of_kind(device, TRANSPOSED_KINDS[1], True, True)
     table_of_kind(device, f"gather{TF32}", False, False)
     table_of_kind(device, f"transposed{TF32}", True, False)
+    table_of_kind(device, f"planes{TF32}", True, False)
     for kind, mn in WEIGHT_KINDS.items():
         table_of_kind(device, kind, mn, mn)
 

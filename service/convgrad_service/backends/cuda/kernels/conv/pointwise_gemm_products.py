@@ -26,8 +26,8 @@ SIDE = 8
 def products_of(work: ConvWork, *, unaligned: bool = False) -> tuple[Product, ...]:
     """Return the GEMMs that compute the work from rows of whole chunks, or (``unaligned``) others.
 
-    There are none, one, or two, with A and B exchanged. In float32 there are only those of channels
-    last, of whole chunks.
+    There are none, one, or two, with A and B exchanged. In float32 there are only those of whole
+    chunks, and of gradients of the input, channels last.
     """
     return tuple(one for one in _every_product(work) if one.unaligned == unaligned)
 
@@ -39,7 +39,7 @@ def _every_product(work: ConvWork) -> tuple[Product, ...]:
     inputs, outputs, pixels = work.in_channels, work.out_channels, work.pixels
     item_bytes = work.dtype.itemsize
     if item_bytes > ITEM_BYTES and (x is None or y is None):
-        return ()
+        return _planes_in_tf32(work) if x is None and y is None else ()
     if x is not None and _writes_planes(work):
         a, b = Matrix(pixels, x, mn=False), Matrix(outputs, k, mn=False)
         whole = x % CHUNK == k % CHUNK == 0
@@ -95,6 +95,30 @@ def _in_tf32(work: ConvWork, read: int, written: int) -> tuple[Product, ...]:
     if backward:
         return (Product(weight, pixels, depth, 1, written, stores=True, swapped=True),)
     return (Product(pixels, weight, depth, written, 1, stores=True),)
+
+
+def _planes_in_tf32(work: ConvWork) -> tuple[Product, ...]:
+    """Return the GEMMs of a forward pass or weight gradient of channels first in float32. A gradient
+    of the input has neither operand's K contiguous."""
+    flat, (_, k, c, *_) = flat_planes(work), work.w.strides
+    if flat is None or (c != 1 and work.in_channels > 1):
+        return ()
+    images = work.batch
+    if work.direction == "bwd_weight":
+        row, column = (
+            Matrix(channels, one.strides[2], False, _image_stride(one, work), item_bytes=4)
+            for one, channels in ((flat.y, work.out_channels), (flat.x, work.in_channels))
+        )
+        product = Product(row, column, work.pixels, k, 1, stores=False, summed_images=images)
+        other = replace(product, a=column, b=row, row_stride=1, column_stride=k, swapped=True)
+        return product, other
+    if work.direction == "bwd_data" or k * 4 % CHUNK_BYTES or not _stores(work, 0):
+        return ()
+    source, result = flat.sides
+    a = Matrix(work.pixels, source.strides[2], True, _image_stride(source, work), item_bytes=4)
+    b = Matrix(work.out_channels, k, mn=False, item_bytes=4)
+    product = Product(a, b, work.in_channels, 1, result.strides[2], stores=True, images=images)
+    return (replace(product, image_stride=_image_stride(result, work)),)
 
 
 def _planes(work: ConvWork) -> tuple[Product, ...]:

@@ -29,20 +29,22 @@ __device__ __forceinline__ void apply_alpha_bias(const PointwiseGemmArgs& args, 
 
 #if TF32
 // Stores 64 rows of a warpgroup from its registers, a lane pairs of neighbours, and a warp whole sectors.
-__device__ __forceinline__ void store_pairs(const PointwiseGemmArgs& args, int row, int column,
+__device__ __forceinline__ void store_pairs(const PointwiseGemmArgs& args, int row, int column, int image,
                                             const float (&accum)[kFragmentsN][4]) {
-  const int lane = threadIdx.x & 31, rows_left = args.rows - row, columns_left = args.columns - column;
+  const int lane = threadIdx.x & 31, rows_left = (kPlanes ? args.pixels : args.rows) - row;
+  const int columns_left = args.columns - column;
   const int r = fragment_row(threadIdx.x / 32 % 4, lane / 4), c = lane % 4 * 2;
-  float* const to = static_cast<float*>(args.result) + (row + r) * args.row_stride + (column + c) * args.column_stride;
+  float* const to = static_cast<float*>(args.result) + (kPlanes ? image * args.image_stride : 0) +
+                    (row + r) * args.row_stride + (column + c) * args.column_stride;
 #pragma unroll
   for (int j = 0; j < kFragmentsN; ++j) {
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       // Two rows of one column, or two columns of one row.
-      const float first = accum[j][kTransposed ? e : e * 2], second = accum[j][kTransposed ? e + 2 : e * 2 + 1];
-      const bool inside = kTransposed ? r < rows_left && c + j * 8 + e < columns_left
+      const float first = accum[j][kRegistersA ? e : e * 2], second = accum[j][kRegistersA ? e + 2 : e * 2 + 1];
+      const bool inside = kRegistersA ? r < rows_left && c + j * 8 + e < columns_left
                                       : r + e * 8 < rows_left && c + j * 8 < columns_left;
-      const i64 at = kTransposed ? (j * 8 + e) * args.column_stride : e * 8 * args.row_stride + j * 8;
+      const i64 at = kRegistersA ? (j * 8 + e) * args.column_stride : e * 8 * args.row_stride + j * 8;
       // With an inline store, the compiler would make wgmmas wait for each other.
       if (inside) *reinterpret_cast<float2*>(to + at) = {first, second};
     }
@@ -52,10 +54,11 @@ __device__ __forceinline__ void store_pairs(const PointwiseGemmArgs& args, int r
 // Stores a warpgroup's part of a tile.
 __device__ __forceinline__ void store_tile(const PointwiseGemmArgs& args, const BlockWork& work, int tile, u32, int&,
                                            const Accumulators& accum) {
+  const int image = kPlanes ? tile / args.image_tiles : 0, tile_in = kPlanes ? tile - image * args.image_tiles : tile;
 #pragma unroll
   for (int part = 0; part < kMmasM; ++part) {
-    store_pairs(args, (kTransposed ? work.column : tile * BM) + threadIdx.x / 128 * kNextRows + part * 64,
-                kTransposed ? tile * BN : work.column, accum[part]);
+    store_pairs(args, (kTransposed ? work.column : tile_in * BM) + threadIdx.x / 128 * kNextRows + part * 64,
+                kTransposed ? tile * BN : work.column, image, accum[part]);
   }
 }
 #else

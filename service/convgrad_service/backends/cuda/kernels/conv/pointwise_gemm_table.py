@@ -51,6 +51,7 @@ WEIGHT_KINDS = {
     f"weight_planes{SHIFTED}": False,
     f"weight{UNALIGNED}": True,
     f"weight_planes{UNALIGNED}": False,
+    f"weight_planes{TF32}": False,
 }
 TRANSPOSED_KINDS = (
     "transposed",
@@ -91,6 +92,8 @@ class Table:
         self._device, self._wgrad, self._transposed = device, wgrad, transposed
         self._unaligned = unaligned = kind.endswith(UNALIGNED)
         in_16_bits, in_tf32 = (WGRAD, WGRAD_TF32) if wgrad else (GATHER, GATHER_TF32)
+        if not (a_mn and b_mn):
+            in_tf32 = in_16_bits
         self._rates = rates = in_tf32 if tf32 else in_16_bits
         if unaligned:
             planes = PLANES_UNALIGNED if transposed else GATHER_UNALIGNED
@@ -169,7 +172,7 @@ class Table:
 
         results = self.m * self.n
         clocks = self.m / 64 * self.depth / 16 * np.maximum(self.n / 2, LEAST_CLOCKS)
-        if tf32 and wgrad:
+        if tf32 and a_mn and b_mn:
             # Of shared memory: a warp loads 16 rows and all columns, and the copy engine stores.
             loads = column(lambda one: one.consumers * 4 * (16 * one.parts_of_m + one.n))
             loads = (loads * 4 * self.depth + self.stage) / LINE_BYTES
