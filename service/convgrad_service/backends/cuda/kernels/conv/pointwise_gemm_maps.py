@@ -37,7 +37,7 @@ def maps_of(
 
 
 def _map(dtype: DType, product: Product, config: Config, matrix: Matrix, extent: int) -> TiledMap:
-    """Return the tensor map of an operand, whose boxes `GemmOperand` loads; float32 becomes TF32."""
+    """Return the tensor map of an operand, whose boxes `GemmOperand` loads; it rounds to TF32."""
     found = _boxes(dtype, product, config, matrix, extent)
     return replace(found, round_to_tf32=dtype is DType.FLOAT32)
 

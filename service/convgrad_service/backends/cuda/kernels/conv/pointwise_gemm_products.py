@@ -26,8 +26,8 @@ SIDE = 8
 def products_of(work: ConvWork, *, unaligned: bool = False) -> tuple[Product, ...]:
     """Return the GEMMs that compute the work from rows of whole chunks, or (``unaligned``) others.
 
-    There are none, one, or two, with A and B exchanged. In float32 there are only those of whole
-    chunks, and of gradients of the input, channels last.
+    There are none, one, or two, with A and B exchanged; in float32 only of whole chunks, and of
+    gradients of the input only channels last.
     """
     return tuple(one for one in _every_product(work) if one.unaligned == unaligned)
 
@@ -98,8 +98,8 @@ def _in_tf32(work: ConvWork, read: int, written: int) -> tuple[Product, ...]:
 
 
 def _planes_in_tf32(work: ConvWork) -> tuple[Product, ...]:
-    """Return the GEMMs of a forward pass or weight gradient of channels first in float32. A gradient
-    of the input has neither operand's K contiguous."""
+    """Return the GEMMs of a forward pass or weight gradient of channels first in float32: of a
+    gradient of the input, neither operand's K is contiguous."""
     flat, (_, k, c, *_) = flat_planes(work), work.w.strides
     if flat is None or (c != 1 and work.in_channels > 1):
         return ()
