@@ -214,12 +214,14 @@ def test_transposed(seed: int, case: Case, config: Config) -> None:
         check(found, wanted, gate, f"seed {seed}, {case.id} {config}")
 
 
-# The same channels first: forward, the pixels of an image in registers, and weight gradients.
+# The same channels first: the pixels of an image in registers, and weight gradients.
 _EIGHTEEN = Conv(3, 72, 136, (6, 18), (1, 1))
 TF32_PLANES = (
     (conv_fwd("planes", _EIGHTEEN), Config(64, 96, 32), False),
     (conv_fwd("planes", _EIGHTEEN), Config(128, 64, 32), False),
     (conv_fwd("wide", Conv(2, 40, 24, (13, 20), (1, 1))), Config(128, 32, 32), False),
+    (conv_bwd_data("planes", _EIGHTEEN), Config(64, 32, 32), False),
+    (conv_bwd_data("odd", Conv(2, 40, 21, (13, 20), (1, 1))), Config(128, 128, 32), False),
     (grouped_conv_bwd_weight("planes", _EIGHTEEN), Config(64, 32, 32, cluster=2), False),
     (grouped_conv_bwd_weight("planes", _EIGHTEEN), Config(128, 64, 32, parts=5), True),
     (grouped_conv_bwd_weight("planes", _EIGHTEEN), Config(64, 64, cluster=2, parts=2), False),

@@ -5,17 +5,21 @@ from __future__ import annotations
 from dataclasses import replace
 from math import prod
 
+from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_tiles import (
     CHUNK_BYTES,
     ITEM_BYTES,
     Matrix,
     Product,
 )
+from convgrad_service.backends.cuda.kernels.layout.channels_last import Prepared, prepare_weight
 from convgrad_service.backends.cuda.kernels.layout.planes import flat_planes
+from convgrad_service.plans.cuda.device import CudaDevice
+from convgrad_service.plans.cuda.program import ceil_div
 from convgrad_service.plans.cuda.works import ConvWork, Operand
 from convgrad_service.problems.sizes import Size3
 
-__all__ = ["CHUNK", "SIDE", "products_of"]
+__all__ = ["CHUNK", "SIDE", "products_of", "turned_weight"]
 
 CHUNK = CHUNK_BYTES // ITEM_BYTES
 """Elements of 16 bytes."""
@@ -26,8 +30,7 @@ SIDE = 8
 def products_of(work: ConvWork, *, unaligned: bool = False) -> tuple[Product, ...]:
     """Return the GEMMs that compute the work from rows of whole chunks, or (``unaligned``) others.
 
-    There are none, one, or two, with A and B exchanged; in float32 only of whole chunks, and of
-    gradients of the input only channels last.
+    There are none, one, or two, with A and B exchanged; in float32 only of whole chunks.
     """
     return tuple(one for one in _every_product(work) if one.unaligned == unaligned)
 
@@ -98,8 +101,8 @@ def _in_tf32(work: ConvWork, read: int, written: int) -> tuple[Product, ...]:
 
 
 def _planes_in_tf32(work: ConvWork) -> tuple[Product, ...]:
-    """Return the GEMMs of a forward pass or weight gradient of channels first in float32: of a
-    gradient of the input, neither operand's K is contiguous."""
+    """Return the GEMMs of a convolution of channels first in float32. That of a gradient of the input
+    has the weight as `turned_weight` does."""
     flat, (_, k, c, *_) = flat_planes(work), work.w.strides
     if flat is None or (c != 1 and work.in_channels > 1):
         return ()
@@ -112,12 +115,13 @@ def _planes_in_tf32(work: ConvWork) -> tuple[Product, ...]:
         product = Product(row, column, work.pixels, k, 1, stores=False, summed_images=images)
         other = replace(product, a=column, b=row, row_stride=1, column_stride=k, swapped=True)
         return product, other
-    if work.direction == "bwd_data" or k * 4 % CHUNK_BYTES or not _stores(work, 0):
+    (source, result), (depth, columns) = flat.sides, work.channels
+    pitch = ceil_div(depth, 4) * 4 if work.direction == "bwd_data" else k
+    if pitch * 4 % CHUNK_BYTES or not _stores(work, 0):
         return ()
-    source, result = flat.sides
     a = Matrix(work.pixels, source.strides[2], True, _image_stride(source, work), item_bytes=4)
-    b = Matrix(work.out_channels, k, mn=False, item_bytes=4)
-    product = Product(a, b, work.in_channels, 1, result.strides[2], stores=True, images=images)
+    b = Matrix(columns, pitch, mn=False, item_bytes=4)
+    product = Product(a, b, depth, 1, result.strides[2], stores=True, images=images)
     return (replace(product, image_stride=_image_stride(result, work)),)
 
 
@@ -182,6 +186,16 @@ def _unaligned_planes(work: ConvWork) -> tuple[Product, ...]:
     image = _image_stride(result, work)
     product = Product(a, b, depth, result.strides[2], 1, True, swapped=True, images=work.batch)
     return (replace(product, image_stride=image, unaligned=True),)
+
+
+def turned_weight(work: ConvWork, device: CudaDevice) -> Prepared | None:
+    """Return the weight with output channels contiguous if a product needs it: a gradient of the
+    input, channels first in float32, of which otherwise neither operand's K would be contiguous."""
+    x, y = _pitch(work.x, work.batch, work.input), _pitch(work.y, work.batch, work.output)
+    planes = work.dtype is DType.FLOAT32 and x is None and y is None
+    if work.direction != "bwd_data" or not planes:
+        return None
+    return prepare_weight(work, device, out_channels_last=True)
 
 
 def _rows_of(planes: Operand) -> Operand:
