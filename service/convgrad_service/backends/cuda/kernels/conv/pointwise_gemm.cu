@@ -8,9 +8,10 @@
 // A is M-major, and tiles of M are pixels of an image (TRANSPOSED: B and N); with IMAGES, wgrad: A and B are K-major,
 // and k-tiles are pixels of an image.
 //
-// float32 is multiplied as TF32: wgrad by mma.sync (tf32_products.cuh), with REDUCE 1 or 2; fprop by wgmma; and dgrad,
-// TRANSPOSED, by wgmma with A in registers, as wgmma reads operands from shared memory with K contiguous only. REDUCE 0
-// then stores results from registers.
+// float32 is multiplied as TF32, whose operands wgmma reads from shared memory with K contiguous only. An A that is
+// M-major is in registers: dgrad, TRANSPOSED or REDUCE 1, and with PLANES fprop, and dgrad of a weight that was
+// transposed. If B is N-major too, products are mma.sync's: wgrad, REDUCE 1 or 2 (tf32_products.cuh). With REDUCE 0,
+// results are stored from registers.
 //
 // Block: a BM x BN tile; CONSUMERS warpgroups of BM / CONSUMERS rows each and two producer warps, one
 // thread for A's loads and one for B's, through a pipeline of `stages` k-tiles of DEPTH elements. A's

@@ -101,8 +101,8 @@ def _in_tf32(work: ConvWork, read: int, written: int) -> tuple[Product, ...]:
 
 
 def _planes_in_tf32(work: ConvWork) -> tuple[Product, ...]:
-    """Return the GEMMs of a convolution of channels first in float32. That of a gradient of the input
-    has the weight as `turned_weight` does."""
+    """Return the GEMMs of a convolution of channels first in float32; a gradient of the input reads
+    the weight of `turned_weight`."""
     flat, (_, k, c, *_) = flat_planes(work), work.w.strides
     if flat is None or (c != 1 and work.in_channels > 1):
         return ()
