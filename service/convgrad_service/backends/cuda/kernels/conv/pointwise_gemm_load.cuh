@@ -64,7 +64,7 @@ constexpr int kStoredColumns = STORED;
 constexpr u32 kStagingBytes = (kStoresColumns ? 64 : 16) * kStoredColumns * sizeof(T);
 // Staging buffers of a warp, or of a warpgroup that stores columns.
 constexpr int kStagingBuffers = BUFFERS;
-constexpr u32 kAllStagingBytes = TF32 ? 0 : kStagingBuffers * kStagingBytes * CONSUMERS * (kStoresColumns ? 1 : 4);
+constexpr u32 kAllStagingBytes = IN_TF32 ? 0 : kStagingBuffers * kStagingBytes * CONSUMERS * (kStoresColumns ? 1 : 4);
 constexpr int kBoxColumns = D_BYTES && !kStoresColumns ? D_BYTES / static_cast<int>(sizeof(T)) : kStoredColumns;
 constexpr u32 kBoxBytes = 16 * kBoxColumns * sizeof(T);
 static_assert(BN % kStoredColumns == 0 && kStoredColumns % kBoxColumns == 0, "whole blocks");
@@ -77,7 +77,7 @@ constexpr bool kMulticast = MULTICAST != 0;
 static_assert(!kMulticast || !(kClusterSplit || RESIDENT), "operands that all blocks load");
 // Of float32: whether products are mma.sync's, as neither operand has K contiguous; or wgmma's with A in registers, as
 // B has (tf32_products.cuh).
-constexpr bool kTf32 = TF32 != 0, kMmaSync = kTf32 && A_MN && B_MN, kRegistersA = kTf32 && A_MN && !B_MN;
+constexpr bool kTf32 = IN_TF32 != 0, kMmaSync = kTf32 && A_MN && B_MN, kRegistersA = kTf32 && A_MN && !B_MN;
 static_assert(kTf32 == (sizeof(T) == 4), "float32 is multiplied as TF32");
 // Whether each 16 columns (rows) of a tile are in the order of UnalignedProducts.
 constexpr bool kMixesColumns = kUnaligned && B_MN, kMixesRows = kUnaligned && A_MN;

@@ -27,7 +27,7 @@ __device__ __forceinline__ void apply_alpha_bias(const PointwiseGemmArgs& args, 
   }
 }
 
-#if TF32
+#if IN_TF32
 // Stores 64 rows of a warpgroup from its registers, a lane pairs of neighbours, and a warp whole sectors.
 __device__ __forceinline__ void store_pairs(const PointwiseGemmArgs& args, int row, int column, int image,
                                             const float (&accum)[kFragmentsN][4]) {

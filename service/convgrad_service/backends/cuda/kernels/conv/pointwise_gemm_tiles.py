@@ -272,7 +272,7 @@ class Config:
         """Return the preprocessor macros of an instance."""
         return {
             "ELEMENT": CUDA_TYPES[dtype],
-            "TF32": int(product.in_tf32),
+            "IN_TF32": int(product.in_tf32),
             "A_MN": int(product.a.mn),
             "B_MN": int(product.b.mn),
             "A_BYTES": ROW_BYTES[0] if product.unaligned else self.row_bytes(product.a, self.m),
