@@ -292,9 +292,11 @@ WHOLE_CHUNKS_WEIGHT = (
     _in_float32(DENSE_CONV_WEIGHT, BATCH_LAST_WEIGHT, (PointwiseGemm(),), SPLIT_WEIGHT),
     FastestExpected(DENSE_CONV_WEIGHT, (HopperWeightSingle(),), *GEMMS, overheads=OVERHEADS),
 )
-# 1x1 layers of so few pixels that other families are hardly ever faster: 3 of 71 rows by more than
-# 3 % on an H200.
-SIMT_GEMM = SimtGemm(most_s=7e-6, most_pixels=96)
+# 1x1 layers of so few pixels and products that other families are hardly ever faster: on an H200,
+# 9 of 122 rows by more than 3 %, and 19 of 23 of more products.
+SIMT_GEMM = SimtGemm(most_s=7e-6, most_pixels=200, most_products=2**21)
+# Narrow ones in float32, of any number of pixels; measured with up to 4 channels on one side.
+NARROW_GEMM = SimtGemm(most_s=8.5e-6, most_channels=4, dtypes=(DType.FLOAT32,))
 SHORTEST = Tuned(TUNABLE, own=True), SIMT_GEMM
 SHORTEST_WEIGHT = Tuned(TUNABLE_WEIGHT, own=True), SIMT_GEMM
 
@@ -319,9 +321,10 @@ COL2IM = Col2im(
     (PointwiseGemm(), IMPLICIT_GEMM), (*DENSE, *IMPLICIT_GEMMS), least_gathered_bytes=28e6
 )
 # First layers: few channels of the input.
-FIRST_FORWARD = (PatchProducts(DENSE), FewSources(), FirstForward())
+FIRST_FORWARD = (PatchProducts(DENSE), FewSources(), NARROW_GEMM, FirstForward())
 FIRST_DATA = (
     FewSources(),
+    NARROW_GEMM,
     PatchProducts(DENSE),
     FewGather(),
     HopperFirstData(),
@@ -362,6 +365,7 @@ FAMILIES = Families(
         *DEPTHWISE_WEIGHT,
         *GROUPED_WEIGHT,
         *SHORTEST_WEIGHT,
+        NARROW_GEMM,
         PLANES_GEMM,
         *FIRST_WEIGHT,
         *DENSE_WEIGHT,

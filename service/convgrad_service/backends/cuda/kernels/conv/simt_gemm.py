@@ -6,7 +6,7 @@ This kernel has few instructions, no pipeline to fill, and issues all loads at o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf, prod
 
@@ -121,7 +121,14 @@ class SimtGemm(Solver[ConvWork, Config]):
     name = "simt_gemm"
 
     def __init__(
-        self, most_s: float = inf, config: Config | None = None, most_pixels: int = 2**31
+        self,
+        most_s: float = inf,
+        config: Config | None = None,
+        *,
+        most_pixels: int = 2**31,
+        most_products: int = MOST_PRODUCTS,
+        most_channels: int = 2**31,
+        dtypes: Sequence[DType] = DTYPES,
     ) -> None:
         """Create the family.
 
@@ -132,15 +139,28 @@ class SimtGemm(Solver[ConvWork, Config]):
         config
             Overrides the chosen configuration.
         most_pixels
-            The most pixels of the batch, to which the expected time was fitted.
+            The most pixels of the batch.
+        most_products
+            The most products of two elements.
+        most_channels
+            The most channels of the side that has fewer.
+        dtypes
+            Dtypes that it takes.
         """
-        self._most_s, self._config, self._most_pixels = most_s, config, most_pixels
+        self._most_s, self._config = most_s, config
+        self._most_pixels, self._most_products = most_pixels, most_products
+        self._most_channels, self._needs = most_channels, Requirements(dtypes=tuple(dtypes))
 
     def solve(self, work: ConvWork, device: CudaDevice) -> Config | str:
-        if (reason := Requirements().why_not(work, device) or why_not_product(work)) is not None:
+        if (reason := self._needs.why_not(work, device) or why_not_product(work)) is not None:
             return reason
+        narrow = min(work.in_channels, work.out_channels)
+        if narrow > self._most_channels:
+            return f"{narrow} channels or more on both sides; most {self._most_channels} on one"
         if work.pixels > self._most_pixels:
             return f"{work.pixels} pixels are more than {self._most_pixels}"
+        if (products := _products(work)) > self._most_products:
+            return f"{products} products are more than {self._most_products}"
         if self._config is not None:
             return self._config
         product = product_of(work)
@@ -214,7 +234,7 @@ def why_not_product(work: ConvWork) -> str | None:
     elif not all(_follow(one, work.batch, work.input) for one in work.sides):
         return "pixels that do not follow one another"
     product = product_of(work)
-    products = work.pixels * work.in_channels * work.out_channels
+    products = _products(work)
     if products > MOST_PRODUCTS:
         return f"{products} products are more than {MOST_PRODUCTS}"
     if max(ceil_div(product.rows, SIDE), product.images) > MAX_GRID_YZ:
@@ -224,6 +244,10 @@ def why_not_product(work: ConvWork) -> str | None:
     if max(lines * one.stride + work.batch * one.image for one in matrices) > MOST_ELEMENTS:
         return f"tensors of more than {MOST_ELEMENTS} elements"
     return None
+
+
+def _products(work: ConvWork) -> int:
+    return work.pixels * work.in_channels * work.out_channels
 
 
 def product_of(work: ConvWork) -> Product:
