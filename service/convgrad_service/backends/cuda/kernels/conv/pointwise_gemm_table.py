@@ -91,10 +91,10 @@ class Table:
         self._tf32 = tf32 = kind.endswith(TF32)
         self._device, self._wgrad, self._transposed = device, wgrad, transposed
         self._unaligned = unaligned = kind.endswith(UNALIGNED)
-        in_16_bits, in_tf32 = (WGRAD, WGRAD_TF32) if wgrad else (GATHER, GATHER_TF32)
-        if not (a_mn and b_mn):
-            in_tf32 = in_16_bits
-        self._rates = rates = in_tf32 if tf32 else in_16_bits
+        # Weight gradients of planes in TF32 have few measurements, and no rates of their own.
+        self._rates = rates = WGRAD if wgrad else GATHER
+        if tf32 and (a_mn or not wgrad):
+            self._rates = rates = WGRAD_TF32 if wgrad else GATHER_TF32
         if unaligned:
             planes = PLANES_UNALIGNED if transposed else GATHER_UNALIGNED
             self._rates = rates = WGRAD_UNALIGNED if wgrad else planes
@@ -178,10 +178,7 @@ class Table:
             loads = (loads * 4 * self.depth + self.stage) / LINE_BYTES
             clocks = np.maximum(clocks * TF32_CLOCKS, loads)
         elif tf32:
-            # All rows are loaded to registers, and each warpgroup reads all columns.
-            loads = column(lambda one: one.m + one.consumers * one.n)
-            loads = (loads * 4 * self.depth + self.stage) / LINE_BYTES
-            clocks = np.maximum(clocks * 2, loads)
+            clocks = clocks * 2
         if unaligned:
             # Words that the warps load from shared memory.
             loads = column(lambda one: one.consumers * 4 * (4 * one.parts_of_m + one.n // 4))
