@@ -65,6 +65,17 @@ TF32 = (
     (WEIGHT[0], Config(64, 64, cluster=2, parts=2)),
     (WEIGHT[1], Config(64, 16, parts=2)),
     (WEIGHT[1], Config(64, 32, cluster=3)),
+    # Stored from registers; the weight in registers, an odd and an even number of k-tiles.
+    (FWD[0], Config(64, 96, 32)),
+    (FWD[1], Config(128, 32, 32)),
+    (FWD[0], Config(64, 32, 32, cluster=2)),
+    (DATA[0], Config(64, 48, 32)),
+    (DATA[0], Config(128, 64)),
+    (DATA[1], Config(192, 64, 32)),
+    (DATA[1], Config(256, 32, 32)),
+    (DATA[0], Config(64, 32, 32, cluster=3)),
+    (DATA[1], Config(128, 64, 32, cluster=2)),
+    (conv_bwd_data("long", Conv(4, 16, 8, (29, 31), (1, 1))), Config(64, 32, 32)),
 )
 
 # Blocks of a cluster share an operand: of the last cluster, some have a tile beyond the result.
@@ -203,9 +214,29 @@ def test_transposed(seed: int, case: Case, config: Config) -> None:
         check(found, wanted, gate, f"seed {seed}, {case.id} {config}")
 
 
+# The same channels first: the pixels of an image in registers, and weight gradients.
+_EIGHTEEN = Conv(3, 72, 136, (6, 18), (1, 1))
+TF32_PLANES = (
+    (conv_fwd("planes", _EIGHTEEN), Config(64, 96, 32), False),
+    (conv_fwd("planes", _EIGHTEEN), Config(128, 64, 32), False),
+    (conv_fwd("wide", Conv(2, 40, 24, (13, 20), (1, 1))), Config(128, 32, 32), False),
+    (conv_bwd_data("planes", _EIGHTEEN), Config(64, 32, 32), False),
+    (conv_bwd_data("odd", Conv(2, 40, 21, (13, 20), (1, 1))), Config(128, 128, 32), False),
+    (grouped_conv_bwd_weight("planes", _EIGHTEEN), Config(64, 32, 32, cluster=2), False),
+    (grouped_conv_bwd_weight("planes", _EIGHTEEN), Config(128, 64, 32, parts=5), True),
+    (grouped_conv_bwd_weight("planes", _EIGHTEEN), Config(64, 64, cluster=2, parts=2), False),
+)
+
+
+@pytest.mark.parametrize(("case", "config", "swapped"), TF32_PLANES, ids=name_of)
+def test_tf32_planes(seed: int, case: Case, config: Config, swapped: bool) -> None:
+    gates(EmulatedBackend(pointwise_gemm(config, swapped=swapped)), seed, case, "tf32", ["NCHW"])
+
+
 @pytest.mark.parametrize(("case", "config"), TF32, ids=name_of)
 def test_tf32(seed: int, case: Case, config: Config) -> None:
-    for one in (case, case.with_params("scaled", alpha=-0.5)):
+    scaled = [case.with_params("scaled", alpha=-0.5)] if case in WEIGHT else []
+    for one in (case, *scaled):
         gates(EmulatedBackend(pointwise_gemm(config)), seed, one, "tf32", [_last(case)])
 
 

@@ -251,8 +251,9 @@ FLOAT32_GEMM = ImplicitGemm(dtypes=(DType.FLOAT32,), least_channels=4)
 IMPLICIT_GEMMS = (IMPLICIT_GEMM, FLOAT32_GEMM)
 # 1x1 convolutions as GEMMs. For channels first in aligned planes, and for those expected to be
 # short, hardly any other family was ever faster, so they are not compared.
-PLANES_GEMM = PointwiseGemm(planes=True)
-SHORT_GEMM = PointwiseGemm(most_s=25e-6, dtypes=(DType.FLOAT16, DType.BFLOAT16))
+_IN_16_BITS = DType.FLOAT16, DType.BFLOAT16
+PLANES_GEMM = PointwiseGemm(planes=True, dtypes=_IN_16_BITS)
+SHORT_GEMM = PointwiseGemm(most_s=25e-6, dtypes=_IN_16_BITS)
 GEMMS = (PointwiseGemm(),), (IMPLICIT_GEMM,)
 UNALIGNED_GEMM = PointwiseGemm(unaligned=True)
 
@@ -277,7 +278,13 @@ WHOLE_CHUNKS = (
     Tuned(TUNABLE),
     PLANES_GEMM,
     SHORT_GEMM,
-    _in_float32(DENSE_CONV, (HopperGather(direct=True),), SPLIT_GATHER, few_terms=SPLIT_GATHER),
+    _in_float32(
+        DENSE_CONV,
+        (HopperGather(direct=True),),
+        (PointwiseGemm(),),
+        SPLIT_GATHER,
+        few_terms=SPLIT_GATHER,
+    ),
     FastestExpected(*DENSE_CONV_16, *GEMMS, overheads=OVERHEADS | COPIED_16),
 )
 TUNABLE_WEIGHT = (
@@ -294,9 +301,11 @@ WHOLE_CHUNKS_WEIGHT = (
     _in_float32(DENSE_CONV_WEIGHT, BATCH_LAST_WEIGHT, (PointwiseGemm(),), SPLIT_WEIGHT),
     FastestExpected(DENSE_CONV_WEIGHT, (HopperWeightSingle(),), *GEMMS, overheads=OVERHEADS),
 )
-# 1x1 layers of so few pixels that other families are hardly ever faster: 3 of 71 rows by more than
-# 3 % on an H200.
-SIMT_GEMM = SimtGemm(most_s=7e-6, most_pixels=96)
+# 1x1 layers of so few pixels and products that other families are hardly ever faster: on an H200,
+# 9 of 122 rows by more than 3 %, and 19 of 23 of more products.
+SIMT_GEMM = SimtGemm(most_s=7e-6, most_pixels=200, most_products=2**21)
+# Narrow ones in float32, of any number of pixels; measured with up to 4 channels on one side.
+NARROW_GEMM = SimtGemm(most_s=8.5e-6, most_channels=4, dtypes=(DType.FLOAT32,))
 SHORTEST = Tuned(TUNABLE, own=True), SIMT_GEMM
 SHORTEST_WEIGHT = Tuned(TUNABLE_WEIGHT, own=True), SIMT_GEMM
 
@@ -340,11 +349,18 @@ def _few_channels(
 
 
 FEW_FORWARD = _few_channels(
-    PatchProducts(DENSE), FewSources(), FirstForward(), FewGather(), COL2IM, others=LAST_GATHERS
+    PatchProducts(DENSE),
+    FewSources(),
+    NARROW_GEMM,
+    FirstForward(),
+    FewGather(),
+    COL2IM,
+    others=LAST_GATHERS,
 )
 FEW_DATA = _few_channels(
     PatchProducts(DENSE),
     FewSources(),
+    NARROW_GEMM,
     FewGather(),
     HopperFirstData(),
     COL2IM,
@@ -370,7 +386,14 @@ FROM_INDICES = (RouteChunks(), WindowScatter(), WindowRoutes())
 FAMILIES = Families(
     fwd=(*DEPTHWISE, *GROUPED, FEW_FORWARD),
     bwd_data=(*DEPTHWISE, *DEPTHWISE_SUMS, FEW_DATA),
-    bwd_weight=(*DEPTHWISE_WEIGHT, *GROUPED_WEIGHT, *SHORTEST_WEIGHT, PLANES_GEMM, FEW_WEIGHT),
+    bwd_weight=(
+        *DEPTHWISE_WEIGHT,
+        *GROUPED_WEIGHT,
+        *SHORTEST_WEIGHT,
+        NARROW_GEMM,
+        PLANES_GEMM,
+        FEW_WEIGHT,
+    ),
     fused=FUSED,
     channel_sums=(ChannelSumsKernel(),),
     pool_bwd=(

@@ -26,11 +26,11 @@ __all__ = ["FewSources"]
 THREADS = 256
 # The most channels of a source, by instance; of a result, those of a block with planes.
 CHANNELS = (1, 2, 3, 4, 8)
-BLOCK_CHANNELS = 64
+BLOCK_CHANNELS, LEAST_BLOCK_CHANNELS = 64, 4
 # Channels last; with eight, dense kernels take 0.6 to 1.05 of the time on an H200.
 MOST_CHANNELS_LAST = 4
 CHUNK_BYTES = 16
-# Blocks of an SM without planes.
+# Blocks of an SM, where there are enough pixels and channels.
 BLOCKS = 8
 # Fitted to an H200.
 START_S, BYTES_S = 5e-6, 3e12
@@ -115,8 +115,10 @@ class FewSources(Solver[ConvWork, Cut]):
         args.by_image.factor, args.by_image.shift = divider(per)
         if cut.planes:
             args.items = work.batch * per
-            args.channels = min(written, BLOCK_CHANNELS)
-            grid = (ceil_div(args.items, THREADS), ceil_div(written, BLOCK_CHANNELS), 1)
+            across = ceil_div(args.items, THREADS)
+            each = ceil_div(written, ceil_div(BLOCKS * device.multiprocessors, across))
+            args.channels = min(written, BLOCK_CHANNELS, max(each, LEAST_BLOCK_CHANNELS))
+            grid = (across, ceil_div(written, args.channels), 1)
             shared = args.channels * most * 4
         else:
             args.items = work.pixels * per

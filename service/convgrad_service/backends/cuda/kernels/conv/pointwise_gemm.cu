@@ -8,7 +8,10 @@
 // A is M-major, and tiles of M are pixels of an image (TRANSPOSED: B and N); with IMAGES, wgrad: A and B are K-major,
 // and k-tiles are pixels of an image.
 //
-// float32 is multiplied as TF32 by mma.sync (tf32_products.cuh): wgrad with REDUCE 1 or 2.
+// float32 is multiplied as TF32, whose operands wgmma reads from shared memory with K contiguous only. An A that is
+// M-major is in registers: dgrad, TRANSPOSED or REDUCE 1, and with PLANES fprop, and dgrad of a weight that was
+// transposed. If B is N-major too, products are mma.sync's: wgrad, REDUCE 1 or 2 (tf32_products.cuh). With REDUCE 0,
+// results are stored from registers.
 //
 // Block: a BM x BN tile; CONSUMERS warpgroups of BM / CONSUMERS rows each and two producer warps, one
 // thread for A's loads and one for B's, through a pipeline of `stages` k-tiles of DEPTH elements. A's
@@ -34,99 +37,12 @@
 // Determinism: one order of additions, decided by the launch: K, cluster ranks, clusters.
 // Limits: M, N and K below 2^31; 64-bit offsets.
 #include "conv/pointwise_gemm_grid_reduce.cuh"
+#include "conv/pointwise_gemm_mainloop.cuh"
 #include "conv/pointwise_gemm_store.cuh"
-#include "conv/tf32_products.cuh"
 
 using namespace convgrad;
 
 namespace {
-
-__device__ __forceinline__ void clear(Accumulators& accum) {
-#pragma unroll
-  for (int part = 0; part < kMmasM; ++part) {
-#pragma unroll
-    for (int j = 0; j < kFragmentsN; ++j) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) accum[part][j][e] = 0.0f;
-    }
-  }
-}
-
-// The mainloop of one tile: this warpgroup's accumulators over `steps` k-tiles. With PINGPONG, the other one's may
-// start when the last wgmmas are issued.
-__device__ __forceinline__ void mainloop(const SharedLayout& smem, PipelineState& state,
-                                               int steps, Accumulators& accum, u32 next_order_barrier = 0) {
-  const int first_row = CONSUMERS == 1 ? 0 : static_cast<int>(threadIdx.x / 128) * kNextRows;
-  const int lane = threadIdx.x & 31, sharers = kMulticast ? smem.sharing : 1;
-  int previous = -1;  // the stage that wgmmas in flight read
-  if constexpr (kMmaSync) {
-    const Tf32Products<kMmasM, kFragmentsN, DEPTH, B_BYTES> by_mma(threadIdx.x);
-    const u32 own = first_row / 32 * OperandA::kBoxBytes;
-    clear(accum);
-#pragma unroll 1
-    for (int step = 0; step < steps; ++step) {
-      mbarrier_wait(smem.full_barrier(state.index), state.parity);
-      by_mma.add(smem.a(state.index) + own, smem.b(state.index),
-                 [&](int i, int f) -> float(&)[4] { return accum[i][f]; });
-      __syncwarp();
-      if (lane < sharers) smem.release(state.index, lane);
-      state.advance(smem.stages);
-    }
-  } else {
-#pragma unroll 1
-    for (int step = 0; step < steps; ++step) {
-      mbarrier_wait(smem.full_barrier(state.index), state.parity);
-      const u32 b_from = RESIDENT ? smem.resident + step * OperandB::kBytes : smem.b(state.index);
-      wgmma_fence();
-#pragma unroll
-      for (int i = 0; i < DEPTH / 16; ++i) {
-        const u64 b = OperandB::descriptor(b_from, 0, i);
-#pragma unroll
-        for (int part = 0; part < kMmasM; ++part) {
-          const u64 a = OperandA::descriptor(smem.a(state.index), first_row + part * 64, i);
-          wgmma<T, OperandA::kMajor, OperandB::kMajor>(accum[part], a, b, i > 0 || step > 0);
-        }
-      }
-      wgmma_commit();
-      if (kPingPong && step == steps - 1 && lane == 0) mbarrier_arrive(next_order_barrier);
-      wgmma_wait<1>();
-      if (previous >= 0 && lane < sharers) smem.release(previous, lane);
-      previous = state.index;
-      state.advance(smem.stages);
-    }
-    wgmma_wait<0>();
-#pragma unroll
-    for (int part = 0; part < kMmasM; ++part) fence_accumulators(accum[part]);
-    if (previous >= 0 && lane < sharers) smem.release(previous, lane);
-  }
-}
-
-// The mainloop of one tile, of unaligned rows; with PLANES, B is `image`.
-template <int kParts, int kFragments>
-__device__ __forceinline__ void unaligned_mainloop(const PointwiseGemmArgs& args, const SharedLayout& smem,
-                                                   const BlockWork& work, PipelineState& state, int image,
-                                                   float (&accum)[kParts][kFragments][4]) {
-  using Products = UnalignedProducts<T, UnalignedA, UnalignedB, A_MN != 0, B_MN != 0, kStraddles, kParts, kFragments, DEPTH>;
-  const int image_tiles = kImages ? args.image_tiles : 1, a_image = static_cast<int>(args.a_image);
-  const int b_image = static_cast<int>(args.b_image);
-  ImageStep at(kImages ? work.begin : 0, image_tiles);
-  const ImageStep each(kImages ? work.k_step : 0, image_tiles);
-  const u32 own = threadIdx.x / 128 * kNextRows * (A_MN ? static_cast<u32>(sizeof(T)) : UnalignedA::kPitch);
-  Products products(threadIdx.x, args.a_channel, 0, args.b_channel, PLANES ? image * b_image : 0);
-  clear(accum);
-#pragma unroll 1
-  for (int step = 0; step < work.steps; ++step) {
-    if constexpr (kImages) {
-      products = Products(threadIdx.x, args.a_channel, at.image * a_image, args.b_channel, at.image * b_image);
-      at.add(each, image_tiles);
-    }
-    mbarrier_wait(smem.full_barrier(state.index), state.parity);
-    products.add(smem.a(state.index) + own, smem.b(state.index), accum);
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) smem.release(state.index, 0);
-    state.advance(smem.stages);
-  }
-}
 
 #if !REDUCE
 __device__ __forceinline__ void consume_row_tiles(const PointwiseGemmArgs& args, const SharedLayout& smem,
@@ -161,46 +77,14 @@ __device__ __forceinline__ void consume_row_tiles(const PointwiseGemmArgs& args,
     }
     if (kPingPong) state.skip(work.steps, smem.stages);
     if (!kTransposed && !args.plain) apply_alpha_bias(args, work.column, accum);
-    const int image = kPlanes ? tile / args.image_tiles : 0, tile_in = kPlanes ? tile - image * args.image_tiles : tile;
-    if constexpr (kStoresColumns) {
-      const int row = (kPlanes ? tile_in * BM : work.column) + warp / 4 * kNextRows;
-      const int first = kPlanes ? work.column : tile * BN;
-#pragma unroll
-      for (int i = 0; i < kMmasM * (BN / kStoredColumns); ++i) {
-        const int part = i % kMmasM, column = i / kMmasM * kStoredColumns;
-        if (threadIdx.x % 128 == 0) tma_store_wait_read<BUFFERS - 1>();
-        named_barrier_sync(1 + warp / 4, 128);
-        store_columns(args, staging + buffer * kStagingBytes, row + part * 64, first + column, image,
-                      accum[part], column / 8);
-        if (++buffer == BUFFERS) buffer = 0;
-      }
-      continue;
-    }
-    if (args.wide_result) {
-#pragma unroll
-      for (int part = 0; part < kMmasM; ++part) {
-        store_wide(args, tile * BM + warp / 4 * kNextRows + part * 64 + warp % 4 * 16, work.column,
-                   accum[part]);
-      }
-      continue;
-    }
-#pragma unroll
-    for (int i = 0; i < kMmasM * (BN / kStoredColumns); ++i) {
-      const int part = i % kMmasM, column = i / kMmasM * kStoredColumns;
-      if (lane == 0) tma_store_wait_read<BUFFERS - 1>();
-      __syncwarp();
-      store_rows(args, staging + buffer * kStagingBytes,
-                 (kTransposed ? work.column : tile * BM) + warp / 4 * kNextRows + part * 64 + warp % 4 * 16,
-                 (kTransposed ? tile_in * BN : work.column) + column, image, accum[part], column / 8);
-      if (++buffer == BUFFERS) buffer = 0;
-    }
+    store_tile(args, work, tile, staging, buffer, accum);
   }
   if (lane == 0) tma_store_wait_read<0>();
 }
 #endif
 
 // Calls each(index, fragment, fragment_row, row, column) for this thread's part of the owned fragments: eight
-// consecutive columns of rows `row` and row + 8 of the tile. `index` numbers the parts within the block.
+// consecutive columns of rows `row` and row + kRowStep of the tile. `index` numbers the parts within the block.
 template <class Each>
 __device__ __forceinline__ void for_each_owned(const Reduce& reduce, Each each) {
   const int warp = threadIdx.x / 32;
@@ -208,7 +92,7 @@ __device__ __forceinline__ void for_each_owned(const Reduce& reduce, Each each) 
   for (int i = threadIdx.x & 31; i < reduce.fragment_count() * 8; i += 32) {
     const int row = i & 7, fragment = i >> 3, f = reduce.first_fragment() + fragment;
     each(warp * reduce.fragment_count() * 8 + i, fragment, row,
-         warp / 4 * kWarpgroupRows + f / kFragmentsN * 64 + warp % 4 * 16 + row, f % kFragmentsN * 8);
+         warp / 4 * kWarpgroupRows + f / kFragmentsN * 64 + fragment_row(warp % 4, row), f % kFragmentsN * 8);
   }
 }
 
@@ -241,8 +125,6 @@ __device__ __forceinline__ void store_reduced(const PointwiseGemmArgs& args, int
     } else {
       sum_partials(partials + i * 4, args.parts, sums);
     }
-    constexpr int kRowStep = kMixesRows ? 1 : 8;  // to the second row
-    if (kMixesRows) r += in;
     if (kMixesColumns) c = c / 16 * 16 + c / 8 % 2;
     const int columns_left = args.columns - column - c, left = kMixesColumns ? (columns_left + 1) / 2 : columns_left;
     if (left <= 0) return;

@@ -31,7 +31,7 @@ struct PointwiseGemmArgs {
   int depth;
   int a_whole, b_whole;  // see GemmOperand
   int image_tiles;       // row tiles of an image (PLANES), or its k-tiles (IMAGES)
-  // SHIFTED only: pixels of an image, channels that start together (ShiftedPlanes), strides of channels and of the
+  // SHIFTED, and TF32 of planes (pixels, image_stride): pixels of an image, channels that start together (ShiftedPlanes), strides of channels and of the
   // result's images in elements, and the result's pixels that are stored at once.
   int pixels, together, a_channel, b_channel, stored_pixels;
   i64 image_stride;
@@ -53,6 +53,7 @@ struct GemmOperand {
   static constexpr u32 kBytes = kBoxes * kBoxBytes;
   // Of wgmma, which multiplies TF32 with K contiguous only.
   static constexpr Major kMajor = kMn && sizeof(T) == 2 ? kMajorMn : kMajorK;
+  static constexpr int kMmaDepth = 32 / static_cast<int>(sizeof(T));  // of a wgmma
   static_assert(kMn || kDepth % kRowElements == 0, "whole rows");
   static_assert(kBoxBytes % (8 * kRowBytes) == 0, "swizzled patterns repeat");
 

@@ -9,16 +9,16 @@ from typing import Any
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_configs import every_config, sharing
+from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_maps import maps_of
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_model import chosen
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_products import (
     CHUNK,
     SIDE,
     products_of,
+    turned_weight,
 )
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_tiles import (
     ITEM_BYTES,
-    ROW_BYTES,
-    SLAB_ROWS,
     UNALIGNED,
     Config,
     Matrix,
@@ -26,7 +26,8 @@ from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_tiles import (
 )
 from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS
 from convgrad_service.backends.cuda.kernels.core.limits import DTYPES, IN_16_BITS, Requirements
-from convgrad_service.backends.cuda.kernels.core.tensor_maps import TiledMap, pack_maps
+from convgrad_service.backends.cuda.kernels.core.tensor_maps import pack_maps
+from convgrad_service.backends.cuda.kernels.layout.channels_last import overlapping
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import HOPPER, CudaDevice
 from convgrad_service.plans.cuda.program import (
@@ -41,10 +42,13 @@ from convgrad_service.plans.cuda.works import ConvWork, Operand
 
 __all__ = ["PointwiseGemm"]
 
-LINE_BYTES, WIDEST = 128, 256
+LINE_BYTES = 128
 COUNTERS = ZEROS_BYTES // 4
 SWAPPED = "_swapped"
 MOST_ROWS = 2**31 - 2**16
+# Of a launch before it that transposes a weight, on an H200: the median of 71 configurations of 22
+# layers.
+TURNED_S = 3.0e-6
 
 
 PointwiseGemmArgs = structure("conv/pointwise_gemm.cuh", "PointwiseGemmArgs")
@@ -54,9 +58,9 @@ NEEDS = Requirements(DTYPES, tf32=True, hopper=True)
 
 
 class PointwiseGemm:
-    """fwd, bwd_data and bwd_weight of 1x1 kernels and stride 1 in 16 bits, the last also in TF32.
+    """fwd, bwd_data and bwd_weight of 1x1 kernels and stride 1, in 16 bits or in TF32.
 
-    Channels last or channels first, in 16 bits also in rows that are no whole chunks.
+    Channels last; in 16 bits also channels first, or in rows that are no whole chunks.
     """
 
     name = "pointwise_gemm"
@@ -103,7 +107,7 @@ class PointwiseGemm:
             return "split_k is set by the caller"
         if max(work.pixels, work.in_channels, work.out_channels) > MOST_ROWS:
             return f"more than {MOST_ROWS} pixels or channels"
-        if work.follows and work.w.strides[1] * ITEM_BYTES % LINE_BYTES:
+        if work.follows and work.w.strides[1] * work.dtype.itemsize % LINE_BYTES:
             # hopper_gather copies such weights to whole cache lines while the preceding launch
             # runs, which took 84 instead of 102 us with 728 channels. Not measured for this family.
             return "weight rows that are not whole cache lines, in a work that follows a launch"
@@ -147,6 +151,11 @@ class PointwiseGemm:
             workspace = (Workspace(partials, size),)
         result = work.result
         a, b = _operands(work)
+        turned = turned_weight(work, device)
+        copies = overlapping(turned.steps, device, first=work.follows) if turned else ()
+        if turned is not None:
+            b, workspace = turned.operand, (*workspace, *turned.workspace)
+            expected_s = None if expected_s is None else expected_s + TURNED_S * len(copies)
         if product.swapped:
             a, b = b, a
         stages = config.stages(product, device)
@@ -156,7 +165,7 @@ class PointwiseGemm:
             (config.threads(product), 1, 1),
             pack_maps(
                 _arguments(work, product, config, stages),
-                _maps(work, product, config, a, b),
+                maps_of(work, product, config, a, b),
                 a=a if product.unaligned else None,
                 b=b,
                 result=result,
@@ -166,14 +175,14 @@ class PointwiseGemm:
                 counters=ZEROS if partials else None,
             ),
             config.shared_bytes(product, stages),
-            overlaps=work.follows,
+            overlaps=bool(copies) or work.follows,
             cluster=max(config.cluster, config.multicast),
         )
         return Fragment(
             f"{self.name}_{work.direction}_{config}"
             + SWAPPED * product.swapped
             + UNALIGNED * product.unaligned,
-            (launch,),
+            (*copies, launch),
             workspace,
             expected_s=expected_s,
             # The depth of a k-tile determines where K is split, so it is part of the order.
@@ -218,15 +227,31 @@ class PointwiseGemm:
                     for dtype in IN_16_BITS
                     for one in every_config(like.menu)
                 }
-        tf32 = _like(True, True, transposed=False, item_bytes=4)
-        return [*found, *(_instance(DType.FLOAT32, one, tf32) for one in every_config(tf32.menu))]
+        tf32 = [_like(a, b, transposed=False, item_bytes=4) for a, b in (majors[0], majors[2])]
+        tf32 += [_like(True, False, transposed=True, item_bytes=4)]
+        tf32 += [replace(_like(True, False, transposed=False, item_bytes=4), images=1)]
+        tf32 += [replace(tf32[0], summed_images=1, stores=False)]
+        return [
+            *found,
+            *(
+                _instance(DType.FLOAT32, config, product)
+                for product in tf32
+                for config in every_config(product.menu)
+            ),
+        ]
 
 
 def _like(a_mn: bool, b_mn: bool, *, transposed: bool, item_bytes: int = ITEM_BYTES) -> Product:
     """Return some product whose operands lie so."""
     strides = (1, CHUNK) if transposed else (CHUNK, 1)
     a, b = (Matrix(1, 1, mn, item_bytes=item_bytes) for mn in (a_mn, b_mn))
-    return Product(a, b, 1, *strides, stores=item_bytes == ITEM_BYTES, swapped=transposed)
+    stores = item_bytes == ITEM_BYTES or not b_mn
+    return Product(a, b, 1, *strides, stores=stores, swapped=transposed)
+
+
+def _moves(config: Config, product: Product) -> int:
+    """Return the dimension whose tiles a block takes in turn: 0 for rows, 1 for columns."""
+    return int(product.transposed and not config.reduces)
 
 
 def _arguments(work: ConvWork, product: Product, config: Config, stages: int) -> Any:
@@ -247,13 +272,15 @@ def _arguments(work: ConvWork, product: Product, config: Config, stages: int) ->
     args.parts, args.owned = config.parts, config.owned
     args.steps, args.steps_each = config.steps(product), config.steps_each(product)
     args.slices = config.slices if config.in_grid else 1
-    args.stages, args.row_tiles = stages, config.tiles(product)[product.transposed]
+    args.stages, args.row_tiles = stages, config.tiles(product)[_moves(config, product)]
     args.b_pitch = product.b.pitch
     args.a_whole = config.is_whole(product.a, config.m)
     args.b_whole = config.is_whole(product.b, config.n)
     args.image_tiles = args.row_tiles // max(product.images, 1)
     if product.summed_images:
         args.image_tiles = config.image_steps(product)
+    if product.in_tf32 and product.images:
+        args.pixels, args.image_stride = product.rows // product.images, product.image_stride
     if product.unaligned:
         pixels = product.depth if product.summed_images else product.columns
         args.pixels = pixels // max(product.images, product.summed_images, 1)
@@ -281,113 +308,3 @@ def _operands(work: ConvWork) -> tuple[Operand, Operand]:
     if work.direction == "fwd":
         return work.x, work.w
     return work.y, work.w if work.direction == "bwd_data" else work.x
-
-
-def _maps(
-    work: ConvWork, product: Product, config: Config, a: Operand, b: Operand
-) -> dict[str, tuple[Operand, TiledMap]]:
-    """Return the kernel's tensor maps, of which those that it does not use may be any."""
-    if product.unaligned:
-        return {}
-    a_map = a, _map(work.dtype, product, config, product.a, config.m)
-    b_map = b, _map(work.dtype, product, config, product.b, config.n)
-    # Only TMA stores need a tensor map of the result, which not every result can have.
-    by_tma = not config.reduces and work.result.dtype is work.dtype
-    by_tma &= not (product.shifted and product.images)
-    d_map = (work.result, _result_map(work.dtype, product, config)) if by_tma else a_map
-    return {"a_map": a_map, "b_map": b_map, "d_map": d_map}
-
-
-def _map(dtype: DType, product: Product, config: Config, matrix: Matrix, extent: int) -> TiledMap:
-    """Return the tensor map of an operand, whose boxes `GemmOperand` loads."""
-    row_bytes = config.row_bytes(matrix, extent)
-    wide, pitch = row_bytes // matrix.item_bytes, matrix.pitch * matrix.item_bytes
-    # Gradients, channels last, if L2 fetches lines instead of pairs of lines: 0.97 of the time on
-    # an H200 (125 configurations, at most 1.03), but 1.02 with the widest tiles (27).
-    gradient = (product.a.mn or product.b.mn) and not product.images
-    fetched = LINE_BYTES if gradient and config.n < WIDEST else 2 * LINE_BYTES
-    if product.shifted and matrix.image:
-        # Boxes of one of each `together` channels.
-        pixels = product.depth if product.summed_images else matrix.rows
-        channels = matrix.rows if product.summed_images else product.depth
-        at_once = extent if product.summed_images else config.depth
-        side, images = product.together, product.summed_images or product.images
-        return TiledMap(
-            dtype,
-            ((side - 1) * matrix.pitch + pixels // images, channels // side, images),
-            (side * pitch, matrix.image * ITEM_BYTES),
-            swizzle=row_bytes,
-            box=(wide, at_once // side, 1),
-            l2_bytes=fetched,
-        )
-    if not matrix.mn and matrix.image:
-        return TiledMap(
-            dtype,
-            (product.depth // product.summed_images, matrix.rows, product.summed_images),
-            (pitch, matrix.image * ITEM_BYTES),
-            swizzle=row_bytes,
-            box=(wide, extent, 1),
-            l2_bytes=fetched,
-        )
-    if not matrix.mn:
-        sizes, box = (product.depth, matrix.rows), (wide, extent)
-        return TiledMap(dtype, sizes, (pitch,), swizzle=row_bytes, box=box, l2_bytes=fetched)
-    whole = config.is_whole(matrix, extent)
-    if matrix.image:
-        return TiledMap(
-            dtype,
-            (matrix.rows // product.images, product.depth, product.images),
-            (pitch, matrix.image * ITEM_BYTES),
-            swizzle=row_bytes,
-            box=(wide, config.depth, 1),
-            l2_bytes=fetched,
-        )
-    return TiledMap(
-        dtype,
-        (wide, product.depth, matrix.rows // wide) if whole else (matrix.rows, product.depth, 1),
-        (pitch, row_bytes if whole else pitch),
-        swizzle=row_bytes,
-        box=(wide, config.depth, extent // wide if whole else 1),
-        l2_bytes=fetched,
-        round_to_tf32=dtype is DType.FLOAT32,
-    )
-
-
-def _result_map(dtype: DType, product: Product, config: Config) -> TiledMap:
-    """Return the tensor map of the result.
-
-    Its box is 16 rows of a block of columns; either transposed or of planes, 64 rows of all columns
-    of a tile.
-    """
-    rows_box = config.d_bytes // ITEM_BYTES or config.stored_columns(product), SLAB_ROWS
-    if product.images and product.transposed:
-        return TiledMap(
-            dtype,
-            (product.columns // product.images, product.rows, product.images),
-            (product.row_stride * ITEM_BYTES, product.image_stride * ITEM_BYTES),
-            swizzle=config.d_bytes,
-            box=(*rows_box, 1),
-        )
-    if product.images:
-        return TiledMap(
-            dtype,
-            (product.rows // product.images, product.columns, product.images),
-            (product.column_stride * ITEM_BYTES, product.image_stride * ITEM_BYTES),
-            swizzle=ROW_BYTES[-1],
-            box=(ROW_BYTES[-1] // ITEM_BYTES, config.stored_columns(product), 1),
-        )
-    if product.transposed:
-        return TiledMap(
-            dtype,
-            (product.rows, product.columns),
-            (product.column_stride * ITEM_BYTES,),
-            swizzle=ROW_BYTES[-1],
-            box=(ROW_BYTES[-1] // ITEM_BYTES, config.stored_columns(product)),
-        )
-    return TiledMap(
-        dtype,
-        (product.columns, product.rows),
-        (product.row_stride * ITEM_BYTES,),
-        swizzle=config.d_bytes,
-        box=rows_box,
-    )

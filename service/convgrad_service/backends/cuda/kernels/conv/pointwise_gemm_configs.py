@@ -34,13 +34,13 @@ STORED: Tiles = {
         64: {64: (16, 32, 48), 128: (80, 192, 256), 192: (64, 128), 256: (64,)},
     },
     "planes": {
-        64: {64: (32,), 128: (16, 32, 192, 256), 256: (64, 96)},
+        64: {64: (32,), 128: (16, 192, 256), 256: (64, 96)},
     },
     "planes_forward": {
         64: {64: (64,), 128: (32, 64, 128, 192, 256), 256: (64, 96, 128)},
     },
     "planes_transposed_shifted": {
-        64: {64: (56, 112, 224), 128: (56, 112), 192: (56,), 256: (56,)},
+        64: {64: (56, 224), 128: (56, 112), 192: (56,), 256: (56,)},
     },
     "transposed": {
         64: {64: (144, 176), 128: (96, 104, 112, 192), 192: (104, 144, 192)},
@@ -57,12 +57,21 @@ STORED: Tiles = {
 # Of rows that are no whole chunks: those that shorten 363 products of networks' layers the most.
 STORED["gather_unaligned"] = STORED["gather_unaligned_forward"] = {
     32: {128: (48, 96)},
-    48: {64: (64,), 128: (64,)},
+    48: {128: (64,)},
     64: {64: (32, 64), 128: (32, 64, 128)},
 }
 STORED["planes_transposed_unaligned"] = STORED["planes_transposed_unaligned_forward"] = {
     64: {64: (64, 128), 128: (128,)},
 }
+# Of TF32: those that shorten 3,725 products of networks' and random layers the most.
+STORED["gather_tf32_forward"] = {
+    32: {64: (32, 64, 96, 128, 192), 128: (32, 64, 96, 128, 192)},
+}
+STORED["transposed_tf32"] = {
+    32: {64: (64, 80, 112, 144, 192, 256), 128: (64, 112, 128, 144, 208), 192: (64, 128)},
+    64: {64: (32,)},
+}
+STORED["planes_tf32_forward"] = {32: {64: (32, 64, 128), 128: (32, 64, 96, 128, 192)}}
 # As STORED, and all of B stays in shared memory.
 RESIDENT: Tiles = {
     "gather": {
@@ -87,7 +96,7 @@ IN_CLUSTER: Tiles = {
     "gather": {
         16: {64: (16, 32)},
         32: {64: (16, 64)},
-        64: {64: (16, 24, 32, 64), 128: (64, 128, 192)},
+        64: {64: (16, 24, 32, 64)},
     },
     "gather_forward": {
         16: {64: (16, 64)},
@@ -103,6 +112,9 @@ IN_CLUSTER: Tiles = {
         64: {64: (16, 32, 64)},
     },
 }
+IN_CLUSTER["gather_tf32_forward"] = {32: {64: (32, 64), 128: (128,)}}
+IN_CLUSTER["transposed_tf32"] = {32: {64: (64, 128)}, 64: {64: (32,)}}
+IN_CLUSTER["weight_planes_tf32"] = {32: {64: (32, 64), 128: (64, 128)}}
 # The blocks of the grid split K.
 IN_GRID: Tiles = {
     "weight": {
@@ -119,6 +131,7 @@ IN_CLUSTER["weight_unaligned"] = IN_CLUSTER["weight_planes_unaligned"] = {64: {6
 IN_GRID["weight_unaligned"] = IN_GRID["weight_planes_unaligned"] = {
     64: {64: (32, 64, 96), 128: (32, 64)},
 }
+IN_GRID["weight_planes_tf32"] = {32: {64: (32, 64, 128), 128: (128,)}}
 # Tiles of STORED whose blocks can share an operand with those of their cluster, and the sizes of
 # such clusters.
 SHARED: Tiles = {
@@ -131,7 +144,7 @@ SHARING = (2, 4)
 # As STORED, in planes: warpgroups take tiles in turn.
 IN_TURN: Tiles = {
     "planes": {64: {64: (128,), 128: (32, 64, 128)}},
-    "planes_transposed_shifted": {64: {64: (112,), 128: (56,)}},
+    "planes_transposed_shifted": {64: {64: (112,)}},
 }
 # Tiles of STORED that warpgroups can take in turn, also in such clusters.
 ALTERNATE: Tiles = {"gather": {64: {128: (128,)}}}
@@ -139,13 +152,11 @@ ALTERNATE: Tiles = {"gather": {64: {128: (128,)}}}
 
 # Weight gradients channels first: as channels last. Those of planes that are aligned first: tiles
 # of whole blocks of 64 channels.
-_BLOCKS: Mapping[int, Mapping[int, tuple[int, ...]]] = {
-    64: {64: (64, 128), 128: (64, 128)},
-    128: {64: (64,)},
-}
 for _ways in (STORED, IN_CLUSTER, IN_GRID):
     _ways["weight_planes"] = _ways["weight"]
-    _ways["weight_planes_shifted"] = _BLOCKS
+STORED["weight_planes_shifted"] = {64: {128: (64, 128)}, 128: {64: (64,)}}
+IN_CLUSTER["weight_planes_shifted"] = {64: {64: (64, 128), 128: (64,)}, 128: {64: (64,)}}
+IN_GRID["weight_planes_shifted"] = {64: {64: (64,), 128: (64, 128)}, 128: {64: (64,)}}
 
 
 def sharing(config: Config, product: Product) -> Iterator[Config]:

@@ -4,6 +4,7 @@
 #include "conv/pointwise_gemm.cuh"
 #include "conv/pointwise_gemm_shift.cuh"
 #include "conv/pointwise_gemm_unaligned.cuh"
+#include "conv/tf32_products.cuh"
 #include "core/result_run.cuh"
 #include "core/split_k_reduce.cuh"
 
@@ -63,7 +64,7 @@ constexpr int kStoredColumns = STORED;
 constexpr u32 kStagingBytes = (kStoresColumns ? 64 : 16) * kStoredColumns * sizeof(T);
 // Staging buffers of a warp, or of a warpgroup that stores columns.
 constexpr int kStagingBuffers = BUFFERS;
-constexpr u32 kAllStagingBytes = kStagingBuffers * kStagingBytes * CONSUMERS * (kStoresColumns ? 1 : 4);
+constexpr u32 kAllStagingBytes = IN_TF32 ? 0 : kStagingBuffers * kStagingBytes * CONSUMERS * (kStoresColumns ? 1 : 4);
 constexpr int kBoxColumns = D_BYTES && !kStoresColumns ? D_BYTES / static_cast<int>(sizeof(T)) : kStoredColumns;
 constexpr u32 kBoxBytes = 16 * kBoxColumns * sizeof(T);
 static_assert(BN % kStoredColumns == 0 && kStoredColumns % kBoxColumns == 0, "whole blocks");
@@ -74,11 +75,20 @@ constexpr bool kClusterSplit = REDUCE == 1, kGridSplit = REDUCE == 2;
 // Whether the blocks of a cluster, whose tiles have the same columns (transposed: rows), share that operand.
 constexpr bool kMulticast = MULTICAST != 0;
 static_assert(!kMulticast || !(kClusterSplit || RESIDENT), "operands that all blocks load");
-// Whether products are mma.sync's, of float32.
-constexpr bool kMmaSync = sizeof(T) == 4;
+// Of float32: whether products are mma.sync's, as neither operand has K contiguous; or wgmma's with A in registers, as
+// B has (tf32_products.cuh).
+constexpr bool kTf32 = IN_TF32 != 0, kMmaSync = kTf32 && A_MN && B_MN, kRegistersA = kTf32 && A_MN && !B_MN;
+static_assert(kTf32 == (sizeof(T) == 4), "float32 is multiplied as TF32");
 // Whether each 16 columns (rows) of a tile are in the order of UnalignedProducts.
 constexpr bool kMixesColumns = kUnaligned && B_MN, kMixesRows = kUnaligned && A_MN;
-static_assert(!kMmaSync || (A_MN && B_MN && A_BYTES == 128 && REDUCE && !RESIDENT), "of float32");
+static_assert(!kTf32 || !((A_MN && A_BYTES != 128) || (kMmaSync && !REDUCE) || RESIDENT || PINGPONG), "of float32");
+
+// Of the two rows that a lane has of a fragment: the first one, in its 64 rows, and how far the second one is from it.
+constexpr int kRowStep = kMixesRows || kRegistersA ? 1 : 8;
+__device__ __forceinline__ int fragment_row(int warp, int group) {
+  if constexpr (kRegistersA) return Tf32Rows<DEPTH>::row(warp, group);
+  return warp * 16 + (kMixesRows ? group * 2 : group);
+}
 
 // Swizzle atoms of 128-byte rows start at multiples of 1,024.
 __device__ __forceinline__ u32 align_to_swizzle_atom(u32 address) { return (address + 1023) & ~1023u; }

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["BARRIER_BYTES", "ITEM_BYTES", "SHIFTED", "UNALIGNED", "Matrix", "Product"]
+__all__ = ["BARRIER_BYTES", "ITEM_BYTES", "SHIFTED", "TF32", "UNALIGNED", "Matrix", "Product"]
 
 ITEM_BYTES, BARRIER_BYTES = 2, 8
-# The suffixes of the kinds of products of planes that do not start at multiples of 16 bytes, and of
-# operands whose rows are no whole chunks.
-SHIFTED, UNALIGNED = "_shifted", "_unaligned"
+# The suffixes of the kinds of products of planes that do not start at multiples of 16 bytes, of
+# operands whose rows are no whole chunks, and of TF32.
+SHIFTED, UNALIGNED, TF32 = "_shifted", "_unaligned", "_tf32"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Matrix:
     image
         The stride between images, in elements, if the rows are pixels of several.
     item_bytes
-        Bytes of an element: 4 of TF32, whose operands are MN-major.
+        Bytes of an element: 4 of TF32.
     """
 
     rows: int
@@ -87,6 +87,10 @@ class Product:
         return self.b.rows
 
     @property
+    def in_tf32(self) -> bool:
+        return self.a.item_bytes > ITEM_BYTES
+
+    @property
     def shifted(self) -> bool:
         """Whether planes do not start at multiples of 16 bytes."""
         return self.together > 0
@@ -104,13 +108,14 @@ class Product:
 
     @property
     def shares(self) -> bool:
-        """Whether `sharing` was measured: gradients of the input, channels last."""
-        return self.stores and not (self.images or self.unaligned) and self.a.mn != self.b.mn
+        """Whether `sharing` was measured: gradients of the input, channels last, in 16 bits."""
+        usual = not (self.in_tf32 or self.images or self.unaligned)
+        return self.stores and usual and self.a.mn != self.b.mn
 
     @property
     def kind(self) -> str:
         """The name of its cost model's correction."""
-        how = SHIFTED if self.shifted else UNALIGNED * self.unaligned
+        how = SHIFTED if self.shifted else UNALIGNED * self.unaligned + TF32 * self.in_tf32
         if self.images:
             return ("planes_transposed" if self.transposed else "planes") + how
         if self.summed_images:
@@ -118,8 +123,8 @@ class Product:
         if self.unaligned:
             return ("weight" if self.a.mn else "gather") + how
         if not self.a.mn or self.transposed:
-            return "transposed" if self.transposed else "gather"
-        return "weight" if self.a.item_bytes == ITEM_BYTES else "weight_tf32"
+            return ("transposed" if self.transposed else "gather") + how
+        return f"weight{how}"
 
     @property
     def menu(self) -> str:

@@ -15,7 +15,7 @@ from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_table import (
     Table,
     table_of_kind,
 )
-from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_tiles import Config, Product
+from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_tiles import TF32, Config, Product
 from convgrad_service.backends.cuda.tuning.correction import MOST_CORRECTED, correction_of
 from convgrad_service.plans.cuda.device import CudaDevice
 
@@ -38,6 +38,9 @@ def prepare(device: CudaDevice) -> None:
         table_of_kind(device, "transposed", b_mn, False)
         table_of_kind(device, "planes", True, b_mn)
     table_of_kind(device, TRANSPOSED_KINDS[1], True, True)
+    table_of_kind(device, f"gather{TF32}", False, False)
+    table_of_kind(device, f"transposed{TF32}", True, False)
+    table_of_kind(device, f"planes{TF32}", True, False)
     for kind, mn in WEIGHT_KINDS.items():
         table_of_kind(device, kind, mn, mn)
 

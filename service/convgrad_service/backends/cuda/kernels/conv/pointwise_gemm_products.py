@@ -5,17 +5,21 @@ from __future__ import annotations
 from dataclasses import replace
 from math import prod
 
+from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_tiles import (
     CHUNK_BYTES,
     ITEM_BYTES,
     Matrix,
     Product,
 )
+from convgrad_service.backends.cuda.kernels.layout.channels_last import Prepared, prepare_weight
 from convgrad_service.backends.cuda.kernels.layout.planes import flat_planes
+from convgrad_service.plans.cuda.device import CudaDevice
+from convgrad_service.plans.cuda.program import ceil_div
 from convgrad_service.plans.cuda.works import ConvWork, Operand
 from convgrad_service.problems.sizes import Size3
 
-__all__ = ["CHUNK", "SIDE", "products_of"]
+__all__ = ["CHUNK", "SIDE", "products_of", "turned_weight"]
 
 CHUNK = CHUNK_BYTES // ITEM_BYTES
 """Elements of 16 bytes."""
@@ -26,8 +30,7 @@ SIDE = 8
 def products_of(work: ConvWork, *, unaligned: bool = False) -> tuple[Product, ...]:
     """Return the GEMMs that compute the work from rows of whole chunks, or (``unaligned``) others.
 
-    There are none, one, or two, with A and B exchanged. In float32 there are only those of weight
-    gradients, channels last, of whole chunks.
+    There are none, one, or two, with A and B exchanged; in float32 only of whole chunks.
     """
     return tuple(one for one in _every_product(work) if one.unaligned == unaligned)
 
@@ -38,8 +41,8 @@ def _every_product(work: ConvWork) -> tuple[Product, ...]:
     _, k, c, *_ = work.w.strides
     inputs, outputs, pixels = work.in_channels, work.out_channels, work.pixels
     item_bytes = work.dtype.itemsize
-    if item_bytes > ITEM_BYTES and (work.direction != "bwd_weight" or x is None or y is None):
-        return ()
+    if item_bytes > ITEM_BYTES and (x is None or y is None):
+        return _planes_in_tf32(work) if x is None and y is None else ()
     if x is not None and _writes_planes(work):
         a, b = Matrix(pixels, x, mn=False), Matrix(outputs, k, mn=False)
         whole = x % CHUNK == k % CHUNK == 0
@@ -67,6 +70,8 @@ def _every_product(work: ConvWork) -> tuple[Product, ...]:
         )
     backward = work.direction == "bwd_data"
     read, written, depth = (y, x, outputs) if backward else (x, y, inputs)
+    if item_bytes > ITEM_BYTES:
+        return _in_tf32(work, read, written)
     a = Matrix(pixels, read, mn=False)
     b = Matrix(inputs if backward else outputs, k, mn=backward)
     if read % CHUNK or k % CHUNK:
@@ -78,6 +83,46 @@ def _every_product(work: ConvWork) -> tuple[Product, ...]:
     if not (product.stores and work.epilogue_free):
         return (product,)
     return product, Product(b, a, depth, 1, written, stores=True, swapped=True)
+
+
+def _in_tf32(work: ConvWork, read: int, written: int) -> tuple[Product, ...]:
+    """Return the GEMM of a convolution of channels last in float32, by its pixels' strides: none or
+    one. Of a gradient of the input, A is the weight, as B's K must be contiguous."""
+    k, (depth, channels) = work.w.strides[1], work.channels
+    backward = work.direction == "bwd_data"
+    whole = not any(value * 4 % CHUNK_BYTES for value in (read, written, k, channels))
+    if not (whole and _stores(work, 0)) or (backward and not work.epilogue_free):
+        return ()
+    pixels = Matrix(work.pixels, read, mn=False, item_bytes=4)
+    weight = Matrix(channels, k, mn=backward, item_bytes=4)
+    if backward:
+        return (Product(weight, pixels, depth, 1, written, stores=True, swapped=True),)
+    return (Product(pixels, weight, depth, written, 1, stores=True),)
+
+
+def _planes_in_tf32(work: ConvWork) -> tuple[Product, ...]:
+    """Return the GEMMs of a convolution of channels first in float32; a gradient of the input reads
+    the weight of `turned_weight`."""
+    flat, (_, k, c, *_) = flat_planes(work), work.w.strides
+    if flat is None or (c != 1 and work.in_channels > 1):
+        return ()
+    images = work.batch
+    if work.direction == "bwd_weight":
+        row, column = (
+            Matrix(channels, one.strides[2], False, _image_stride(one, work), item_bytes=4)
+            for one, channels in ((flat.y, work.out_channels), (flat.x, work.in_channels))
+        )
+        product = Product(row, column, work.pixels, k, 1, stores=False, summed_images=images)
+        other = replace(product, a=column, b=row, row_stride=1, column_stride=k, swapped=True)
+        return product, other
+    (source, result), (depth, columns) = flat.sides, work.channels
+    pitch = ceil_div(depth, 4) * 4 if work.direction == "bwd_data" else k
+    if pitch * 4 % CHUNK_BYTES or not _stores(work, 0):
+        return ()
+    a = Matrix(work.pixels, source.strides[2], True, _image_stride(source, work), item_bytes=4)
+    b = Matrix(columns, pitch, mn=False, item_bytes=4)
+    product = Product(a, b, depth, 1, result.strides[2], stores=True, images=images)
+    return (replace(product, image_stride=_image_stride(result, work)),)
 
 
 def _planes(work: ConvWork) -> tuple[Product, ...]:
@@ -141,6 +186,16 @@ def _unaligned_planes(work: ConvWork) -> tuple[Product, ...]:
     image = _image_stride(result, work)
     product = Product(a, b, depth, result.strides[2], 1, True, swapped=True, images=work.batch)
     return (replace(product, image_stride=image, unaligned=True),)
+
+
+def turned_weight(work: ConvWork, device: CudaDevice) -> Prepared | None:
+    """Return the weight with output channels contiguous if a product needs it: a gradient of the
+    input, channels first in float32, of which otherwise neither operand's K would be contiguous."""
+    x, y = _pitch(work.x, work.batch, work.input), _pitch(work.y, work.batch, work.output)
+    planes = work.dtype is DType.FLOAT32 and x is None and y is None
+    if work.direction != "bwd_data" or not planes:
+        return None
+    return prepare_weight(work, device, out_channels_last=True)
 
 
 def _rows_of(planes: Operand) -> Operand:

@@ -7,17 +7,6 @@
 #if !REDUCE
 namespace {
 
-// Address of columns 8 * chunk to 8 * chunk + 7 of a row in a staging buffer.
-__device__ __forceinline__ u32 staging_address(u32 staging, int row, int chunk) {
-  if constexpr (D_BYTES == 128) {
-    return staging + chunk / 8 * kBoxBytes + row * 128 + ((chunk % 8) ^ (row & 7)) * 16;
-  } else if constexpr (D_BYTES == 64) {
-    return staging + chunk / 4 * kBoxBytes + row * 64 + ((chunk % 4) ^ (row >> 1 & 3)) * 16;
-  } else {
-    return staging + row * (kStoredColumns * static_cast<int>(sizeof(T))) + chunk * 16;
-  }
-}
-
 // accum = alpha * accum + bias.
 __device__ __forceinline__ void apply_alpha_bias(const PointwiseGemmArgs& args, int column,
                                                  Accumulators& accum) {
@@ -35,6 +24,52 @@ __device__ __forceinline__ void apply_alpha_bias(const PointwiseGemmArgs& args, 
         accum[part][j][e + 2] = accum[part][j][e + 2] * args.alpha + add;
       }
     }
+  }
+}
+
+#if IN_TF32
+// Stores 64 rows of a warpgroup from its registers, a lane pairs of neighbours, and a warp whole sectors.
+__device__ __forceinline__ void store_pairs(const PointwiseGemmArgs& args, int row, int column, int image,
+                                            const float (&accum)[kFragmentsN][4]) {
+  const int lane = threadIdx.x & 31, rows_left = (kPlanes ? args.pixels : args.rows) - row;
+  const int columns_left = args.columns - column;
+  const int r = fragment_row(threadIdx.x / 32 % 4, lane / 4), c = lane % 4 * 2;
+  float* const to = static_cast<float*>(args.result) + (kPlanes ? image * args.image_stride : 0) +
+                    (row + r) * args.row_stride + (column + c) * args.column_stride;
+#pragma unroll
+  for (int j = 0; j < kFragmentsN; ++j) {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      // Two rows of one column, or two columns of one row.
+      const float first = accum[j][kRegistersA ? e : e * 2], second = accum[j][kRegistersA ? e + 2 : e * 2 + 1];
+      const bool inside = kRegistersA ? r < rows_left && c + j * 8 + e < columns_left
+                                      : r + e * 8 < rows_left && c + j * 8 < columns_left;
+      const i64 at = kRegistersA ? (j * 8 + e) * args.column_stride : e * 8 * args.row_stride + j * 8;
+      // With an inline store, the compiler would make wgmmas wait for each other.
+      if (inside) *reinterpret_cast<float2*>(to + at) = {first, second};
+    }
+  }
+}
+
+// Stores a warpgroup's part of a tile.
+__device__ __forceinline__ void store_tile(const PointwiseGemmArgs& args, const BlockWork& work, int tile, u32, int&,
+                                           const Accumulators& accum) {
+  const int image = kPlanes ? tile / args.image_tiles : 0, tile_in = kPlanes ? tile - image * args.image_tiles : tile;
+#pragma unroll
+  for (int part = 0; part < kMmasM; ++part) {
+    store_pairs(args, (kTransposed ? work.column : tile_in * BM) + threadIdx.x / 128 * kNextRows + part * 64,
+                kTransposed ? tile * BN : work.column, image, accum[part]);
+  }
+}
+#else
+// Address of columns 8 * chunk to 8 * chunk + 7 of a row in a staging buffer.
+__device__ __forceinline__ u32 staging_address(u32 staging, int row, int chunk) {
+  if constexpr (D_BYTES == 128) {
+    return staging + chunk / 8 * kBoxBytes + row * 128 + ((chunk % 8) ^ (row & 7)) * 16;
+  } else if constexpr (D_BYTES == 64) {
+    return staging + chunk / 4 * kBoxBytes + row * 64 + ((chunk % 4) ^ (row >> 1 & 3)) * 16;
+  } else {
+    return staging + row * (kStoredColumns * static_cast<int>(sizeof(T))) + chunk * 16;
   }
 }
 
@@ -204,6 +239,46 @@ __device__ __forceinline__ void store_columns(const PointwiseGemmArgs& args, u32
     tma_store_commit();
   }
 }
+
+// Stores a warpgroup's part of a tile through its warps' staging buffers, of which `buffer` is the next one.
+__device__ __forceinline__ void store_tile(const PointwiseGemmArgs& args, const BlockWork& work, int tile, u32 staging,
+                                           int& buffer, const Accumulators& accum) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
+  const int image = kPlanes ? tile / args.image_tiles : 0, tile_in = kPlanes ? tile - image * args.image_tiles : tile;
+  if constexpr (kStoresColumns) {
+    const int row = (kPlanes ? tile_in * BM : work.column) + warp / 4 * kNextRows;
+    const int first = kPlanes ? work.column : tile * BN;
+#pragma unroll
+    for (int i = 0; i < kMmasM * (BN / kStoredColumns); ++i) {
+      const int part = i % kMmasM, column = i / kMmasM * kStoredColumns;
+      if (threadIdx.x % 128 == 0) tma_store_wait_read<BUFFERS - 1>();
+      named_barrier_sync(1 + warp / 4, 128);
+      store_columns(args, staging + buffer * kStagingBytes, row + part * 64, first + column, image,
+                    accum[part], column / 8);
+      if (++buffer == BUFFERS) buffer = 0;
+    }
+    return;
+  }
+  if (args.wide_result) {
+#pragma unroll
+    for (int part = 0; part < kMmasM; ++part) {
+      store_wide(args, tile * BM + warp / 4 * kNextRows + part * 64 + warp % 4 * 16, work.column,
+                 accum[part]);
+    }
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < kMmasM * (BN / kStoredColumns); ++i) {
+    const int part = i % kMmasM, column = i / kMmasM * kStoredColumns;
+    if (lane == 0) tma_store_wait_read<BUFFERS - 1>();
+    __syncwarp();
+    store_rows(args, staging + buffer * kStagingBytes,
+               (kTransposed ? work.column : tile * BM) + warp / 4 * kNextRows + part * 64 + warp % 4 * 16,
+               (kTransposed ? tile_in * BN : work.column) + column, image, accum[part], column / 8);
+    if (++buffer == BUFFERS) buffer = 0;
+  }
+}
+#endif
 
 }  // namespace
 #endif

@@ -18,6 +18,7 @@ from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_configs import (
 )
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_rates import (
     GATHER,
+    GATHER_TF32,
     GATHER_UNALIGNED,
     PLANES_UNALIGNED,
     WGRAD,
@@ -30,6 +31,7 @@ from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_tiles import (
     ITEM_BYTES,
     MOST_GRID_PARTS,
     SHIFTED,
+    TF32,
     UNALIGNED,
     Config,
     Matrix,
@@ -42,19 +44,20 @@ from convgrad_service.plans.cuda.device import CudaDevice
 __all__ = ["TRANSPOSED_KINDS", "WEIGHT_KINDS", "Table", "table_of_kind"]
 
 # Weight gradients, and whether their operands are MN-major.
-TF32 = "weight_tf32"
 WEIGHT_KINDS = {
     "weight": True,
-    TF32: True,
+    f"weight{TF32}": True,
     "weight_planes": False,
     f"weight_planes{SHIFTED}": False,
     f"weight{UNALIGNED}": True,
     f"weight_planes{UNALIGNED}": False,
+    f"weight_planes{TF32}": False,
 }
 TRANSPOSED_KINDS = (
     "transposed",
     f"planes_transposed{SHIFTED}",
     f"planes_transposed{UNALIGNED}",
+    f"transposed{TF32}",
 )
 MULTIPROCESSORS = 132
 MOST_RESIDENT_BYTES, MOST_COLUMN_TILES = 100_000, 4
@@ -85,10 +88,13 @@ class Table:
 
     def __init__(self, device: CudaDevice, kind: str, *, a_mn: bool, b_mn: bool) -> None:
         wgrad, transposed = kind in WEIGHT_KINDS, kind in TRANSPOSED_KINDS
-        tf32 = kind == TF32
+        self._tf32 = tf32 = kind.endswith(TF32)
         self._device, self._wgrad, self._transposed = device, wgrad, transposed
         self._unaligned = unaligned = kind.endswith(UNALIGNED)
-        self._rates = rates = WGRAD_TF32 if tf32 else WGRAD if wgrad else GATHER
+        # Weight gradients of planes in TF32 have few measurements, and no rates of their own.
+        self._rates = rates = WGRAD if wgrad else GATHER
+        if tf32 and (a_mn or not wgrad):
+            self._rates = rates = WGRAD_TF32 if wgrad else GATHER_TF32
         if unaligned:
             planes = PLANES_UNALIGNED if transposed else GATHER_UNALIGNED
             self._rates = rates = WGRAD_UNALIGNED if wgrad else planes
@@ -104,7 +110,7 @@ class Table:
             1,
             1,
             1,
-            stores=not tf32,
+            stores=not (tf32 and wgrad),
             swapped=transposed,
             together=8 * shifted,
             unaligned=unaligned,
@@ -166,11 +172,13 @@ class Table:
 
         results = self.m * self.n
         clocks = self.m / 64 * self.depth / 16 * np.maximum(self.n / 2, LEAST_CLOCKS)
-        if tf32:
+        if tf32 and a_mn and b_mn:
             # Of shared memory: a warp loads 16 rows and all columns, and the copy engine stores.
             loads = column(lambda one: one.consumers * 4 * (16 * one.parts_of_m + one.n))
             loads = (loads * 4 * self.depth + self.stage) / LINE_BYTES
             clocks = np.maximum(clocks * TF32_CLOCKS, loads)
+        elif tf32:
+            clocks = clocks * 2
         if unaligned:
             # Words that the warps load from shared memory.
             loads = column(lambda one: one.consumers * 4 * (4 * one.parts_of_m + one.n // 4))
@@ -181,7 +189,7 @@ class Table:
         self.products = rates.products * clocks * CLOCK + rates.issue
         self.copies = np.maximum(self.stage / 1e6 / rates.bandwidth, lines / 1e3 * rates.line)
         self.copies = np.maximum(self.copies, rates.step)
-        self.tile = rates.tile + rates.tile_size * results * ITEM_BYTES / 1e3
+        self.tile = rates.tile + rates.tile_size * results * item_bytes / 1e3
         blocks = np.maximum(self.cluster, 1)
         threads = column(lambda one: one.consumers * 128)
         self.join = rates.finish * results / blocks / (threads * 16)
@@ -221,12 +229,12 @@ class Table:
         )
         if self._transposed:
             allowed &= (m == LEAST_ROWS) | (rows * m <= MOST_SPARE * product.rows)
-            allowed &= (tiles >= LEAST_TRANSPOSED) | (product.images > 0)
+            allowed &= (tiles >= LEAST_TRANSPOSED) | (product.images > 0) | self._tf32
         else:
             allowed &= (m < TALL_ROWS) | (tiles >= LEAST_TALL)
         if self._wgrad:
             allowed &= (m == LEAST_ROWS) | (product.rows > LEAST_ROWS)
-        elif product.images or product.unaligned:
+        elif product.images or product.unaligned or self._tf32:
             pass
         elif product.depth <= USUAL:
             allowed &= depth == next((d for d in SHALLOW if d >= product.depth), USUAL)
@@ -282,9 +290,9 @@ class Table:
         total += np.where(parts > 1, self.met + self.left * parts, 0)
         if not (self._wgrad or product.unaligned) and product.column_stride == 1:
             # Rows of the result that are no whole chunks are stored element by element.
-            whole = product.row_stride * ITEM_BYTES % CHUNK_BYTES == 0
+            whole = product.row_stride * product.a.item_bytes % CHUNK_BYTES == 0
             total += 0 if whole else ELEMENTS * product.rows * product.columns / 1e3
-        if self._transposed:
+        if self._transposed and not self._tf32:
             total *= DOUBT
         return np.where(allowed, total, np.inf), parts
 
@@ -352,7 +360,7 @@ def _covered(extent: int, images: int, tile: NDArray[np.float64]) -> NDArray[np.
     return images * np.ceil(extent / images / tile) * tile if images > 1 else extent
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=32)
 def table_of_kind(device: CudaDevice, kind: str, a_mn: bool, b_mn: bool) -> Table:
     """Return the configurations of products of a `Product.kind`, made once."""
     return Table(device, kind, a_mn=a_mn, b_mn=b_mn)

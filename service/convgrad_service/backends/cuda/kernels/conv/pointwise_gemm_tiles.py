@@ -10,6 +10,7 @@ from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_matrices import 
     BARRIER_BYTES,
     ITEM_BYTES,
     SHIFTED,
+    TF32,
     UNALIGNED,
     Matrix,
     Product,
@@ -19,7 +20,7 @@ from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import ceil_div
 
 __all__ = ["BOX_PIXELS", "CHUNK_BYTES", "CLUSTERS", "ITEM_BYTES", "MOST_GRID_PARTS", "ROW_BYTES"]
-__all__ += ["SHIFTED", "SLAB_ROWS", "UNALIGNED", "Config", "Matrix", "Product"]
+__all__ += ["SHIFTED", "SLAB_ROWS", "TF32", "UNALIGNED", "Config", "Matrix", "Product"]
 
 ROW_BYTES = (32, 64, 128)
 """Row lengths in shared memory, which are also the swizzle widths."""
@@ -245,7 +246,9 @@ class Config:
     def shared_bytes(self, product: Product, stages: int) -> int:
         """Return the bytes of shared memory: the pipeline, resident B, results, mbarriers, and
         alignment."""
-        if self.cluster:
+        if product.in_tf32 and not self.reduces:
+            results = 0  # stored from registers
+        elif self.cluster:
             results = self.cluster * self.owned * self.consumers * 4 * FRAGMENT_BYTES
         elif self.in_grid:
             results = GRID_FRAGMENTS * self.consumers * 4 * FRAGMENT_BYTES
@@ -269,6 +272,7 @@ class Config:
         """Return the preprocessor macros of an instance."""
         return {
             "ELEMENT": CUDA_TYPES[dtype],
+            "IN_TF32": int(product.in_tf32),
             "A_MN": int(product.a.mn),
             "B_MN": int(product.b.mn),
             "A_BYTES": ROW_BYTES[0] if product.unaligned else self.row_bytes(product.a, self.m),
@@ -283,7 +287,7 @@ class Config:
             "BUFFERS": self.buffers(product),
             "STORED": self.stored_columns(product),
             "PINGPONG": int(self.alternate),
-            "TRANSPOSED": int(product.transposed),
+            "TRANSPOSED": int(product.transposed and not self.reduces),
             "PLANES": int(product.images > 0),
             "IMAGES": int(product.summed_images > 0),
             "SHIFTED": int(product.shifted),

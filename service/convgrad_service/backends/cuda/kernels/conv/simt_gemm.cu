@@ -5,15 +5,20 @@
 //   fprop   pixels                   output channels      input channels
 //   dgrad   pixels                   input channels       output channels
 //   wgrad   output channels          input channels       pixels
+//   or, channels first, with images apart from each other:
+//   fprop   output channels          pixels               input channels
+//   dgrad   input channels           pixels               output channels
+//   wgrad   output channels          input channels       pixels, of several images
 //
-// Grid: column tiles, row tiles. Block: a tile of (4 << across_log) columns and (4 << down_log) rows; a thread
+// Grid: column tiles, row tiles, images. Block: a tile of (4 << across_log) columns and (4 << down_log) rows; a thread
 //   has 4 x 4 sums of the terms of its slice: the slices of a tile, the other threads of the block, take turns
-//   at four terms each. Slices are summed in shared memory, in order.
+//   at units of four terms of an image. Slices are summed in shared memory, in order.
 // Shared memory (dynamic): 68 bytes per thread.
 // Preconditions: blockDim.x is a power of two, at least a tile's threads. With VECTORS, rows of both matrices in
 //   memory are whole, aligned vectors of four elements.
 // Determinism: one order of additions, decided by the launch.
 // Limits: matrices of less than 2^31 elements.
+#include "core/divider.cuh"
 #include "core/vectors.cuh"
 #include "ptx/pdl.cuh"
 
@@ -25,7 +30,10 @@ struct SimtGemmArgs {
   void* result;     // [rows][columns]
   int rows, columns, terms;
   int a_stride, b_stride, result_stride;  // elements from one line of a matrix to the next
+  int a_image, b_image, result_image;     // and from one image to the next
   int across_log, down_log;               // log2 of a tile's threads along columns, and rows
+  int units;                              // of all images that are summed
+  Divider by_image;                       // units of one of them
 };
 
 namespace {
@@ -56,11 +64,11 @@ struct Block {
   Quad line[kSide];
 
   // The block at `term` and `other`, of a matrix of `terms` by `others` elements.
-  __device__ __forceinline__ void load(const void* matrix, int stride, int term, int terms, int other,
+  __device__ __forceinline__ void load(const T* matrix, int stride, int term, int terms, int other,
                                        int others) {
     const int first = kTermsInLines ? other : term, lines = kTermsInLines ? others : terms;
     const int start = kTermsInLines ? term : other, width = kTermsInLines ? terms : others;
-    const T* from = static_cast<const T*>(matrix) + (first * stride + start);
+    const T* from = matrix + (first * stride + start);
 #pragma unroll
     for (int i = 0; i < kSide; ++i, from += stride) {
       line[i] = load_quad(from, first + i < lines ? width - start : 0);
@@ -83,15 +91,19 @@ extern "C" __global__ void __launch_bounds__(512, 1) simt_gemm(const __grid_cons
   const int row = (first_row + down) * kSide, column = (first_column + across) * kSide;
 
   float sums[kSide][kSide] = {};
+  const int image = blockIdx.z, in_image = (args.terms + kSide - 1) / kSide;
+  const T* const a_from = static_cast<const T*>(args.a) + image * args.a_image;
+  const T* const b_from = static_cast<const T*>(args.b) + image * args.b_image;
   wait_on_dependent_grids();
-  for (int term = (thread >> tile_log) * kSide; term < args.terms; term += slices * kSide * kUnrolled) {
+  for (int unit = thread >> tile_log; unit < args.units; unit += slices * kUnrolled) {
     Block<A_TERMS> a[kUnrolled];
     Block<B_TERMS> b[kUnrolled];
 #pragma unroll
     for (int u = 0; u < kUnrolled; ++u) {
-      const int at = term + u * slices * kSide;
-      b[u].load(args.b, args.b_stride, at, args.terms, column, args.columns);
-      a[u].load(args.a, args.a_stride, at, args.terms, row, args.rows);
+      const int at = unit + u * slices, summed = divide(at, args.by_image);
+      const int term = at < args.units ? (at - summed * in_image) * kSide : args.terms;
+      b[u].load(b_from + summed * args.b_image, args.b_stride, term, args.terms, column, args.columns);
+      a[u].load(a_from + summed * args.a_image, args.a_stride, term, args.terms, row, args.rows);
     }
 #pragma unroll
     for (int u = 0; u < kUnrolled; ++u) {
@@ -136,7 +148,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) simt_gemm(const __grid_cons
     const int r = (first_row + (in >> (args.across_log + 2))) * kSide + m;
     const int c = first_column * kSide + (in & ((kSide << args.across_log) - 1));
     if (r < args.rows && c < args.columns) {
-      static_cast<T*>(args.result)[r * args.result_stride + c] = narrow<T>(value);
+      static_cast<T*>(args.result)[image * args.result_image + r * args.result_stride + c] = narrow<T>(value);
     }
   }
 }

@@ -6,12 +6,13 @@ This kernel has few instructions, no pipeline to fill, and issues all loads at o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf, prod
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
+from convgrad_service.backends.cuda.kernels.core.gather_axes import divider
 from convgrad_service.backends.cuda.kernels.core.limits import DTYPES, MAX_GRID_YZ, Requirements
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import OVERLAPPING, CudaDevice
@@ -32,23 +33,32 @@ SHARED_BYTES = (SIDE * SIDE + 1) * 4
 RESIDENT_THREADS = 512
 MOST_PRODUCTS = 2**25
 MOST_ELEMENTS = 2**24
+# Whether terms are contiguous in A, and in B: of the kernel's instances.
+FORMS = (True, True), (True, False), (False, False)
 
 SimtGemmArgs = structure("conv/simt_gemm.cu", "SimtGemmArgs")
 
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A factor or the result: its operand, and the elements from one line to the next."""
+    """A factor or the result: its operand, and the elements from one line to the next, and from one
+    image to the next."""
 
     operand: Operand
     stride: int
+    image: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Product:
     """result[rows][columns] = sum over terms of a * b.
 
-    ``vectors`` says whether lines of both factors are whole vectors of `SIDE` elements.
+    Attributes
+    ----------
+    images, summed
+        The images that have a product each, and those over which the terms are summed.
+    in_a, in_b
+        Whether terms are contiguous in a factor.
     """
 
     rows: int
@@ -57,7 +67,25 @@ class Product:
     a: Matrix
     b: Matrix
     result: Matrix
-    vectors: bool
+    images: int
+    summed: int
+    in_a: bool
+    in_b: bool
+
+    @property
+    def units(self) -> int:
+        """Terms that a thread reads at once, of all images."""
+        return self.summed * ceil_div(self.terms, SIDE)
+
+    @property
+    def vectors(self) -> bool:
+        """Whether lines of both factors are whole vectors of `SIDE` elements."""
+        widths = (
+            self.terms if self.in_a else self.rows,
+            self.terms if self.in_b else self.columns,
+        )
+        strides = (each for one in (self.a, self.b) for each in (one.stride, one.image))
+        return not any(value % SIDE for value in (*widths, *strides))
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,17 +108,27 @@ class Config:
         return (
             ceil_div(product.columns, SIDE << self.across_log),
             ceil_div(product.rows, SIDE << self.down_log),
-            1,
+            product.images,
         )
 
 
 class SimtGemm(Solver[ConvWork, Config]):
-    """fwd, bwd_data and bwd_weight of one tap and stride 1, in 16-bit types and float32."""
+    """fwd, bwd_data and bwd_weight of one tap and stride 1, in 16-bit types and float32.
+
+    Channels last or channels first.
+    """
 
     name = "simt_gemm"
 
     def __init__(
-        self, most_s: float = inf, config: Config | None = None, most_pixels: int = 2**31
+        self,
+        most_s: float = inf,
+        config: Config | None = None,
+        *,
+        most_pixels: int = 2**31,
+        most_products: int = MOST_PRODUCTS,
+        most_channels: int = 2**31,
+        dtypes: Sequence[DType] = DTYPES,
     ) -> None:
         """Create the family.
 
@@ -101,15 +139,28 @@ class SimtGemm(Solver[ConvWork, Config]):
         config
             Overrides the chosen configuration.
         most_pixels
-            The most pixels of the batch, to which the expected time was fitted.
+            The most pixels of the batch.
+        most_products
+            The most products of two elements.
+        most_channels
+            The most channels of the side that has fewer.
+        dtypes
+            Dtypes that it takes.
         """
-        self._most_s, self._config, self._most_pixels = most_s, config, most_pixels
+        self._most_s, self._config = most_s, config
+        self._most_pixels, self._most_products = most_pixels, most_products
+        self._most_channels, self._needs = most_channels, Requirements(dtypes=tuple(dtypes))
 
     def solve(self, work: ConvWork, device: CudaDevice) -> Config | str:
-        if (reason := Requirements().why_not(work, device) or why_not_product(work)) is not None:
+        if (reason := self._needs.why_not(work, device) or why_not_product(work)) is not None:
             return reason
+        narrow = min(work.in_channels, work.out_channels)
+        if narrow > self._most_channels:
+            return f"{narrow} channels or more on both sides; most {self._most_channels} on one"
         if work.pixels > self._most_pixels:
             return f"{work.pixels} pixels are more than {self._most_pixels}"
+        if (products := _products(work)) > self._most_products:
+            return f"{products} products are more than {self._most_products}"
         if self._config is not None:
             return self._config
         product = product_of(work)
@@ -130,9 +181,13 @@ class SimtGemm(Solver[ConvWork, Config]):
         args.rows, args.columns, args.terms = product.rows, product.columns, product.terms
         args.a_stride, args.b_stride = product.a.stride, product.b.stride
         args.result_stride = product.result.stride
+        args.a_image, args.b_image = product.a.image, product.b.image
+        args.result_image = product.result.image
+        args.units = product.units
+        args.by_image.factor, args.by_image.shift = divider(product.units // product.summed)
         args.across_log, args.down_log = config.across_log, config.down_log
         launch = Launch(
-            _instance(work.dtype, work.direction, vectors=product.vectors),
+            _instance(work.dtype, product.in_a, product.in_b, vectors=product.vectors),
             config.grid(product),
             (config.threads, 1, 1),
             pack(args, a=product.a.operand, b=product.b.operand, result=product.result.operand),
@@ -148,19 +203,14 @@ class SimtGemm(Solver[ConvWork, Config]):
 
     def instances(self) -> Iterable[Instance]:
         return [
-            _instance(dtype, direction, vectors=vectors)
+            _instance(dtype, in_a, in_b, vectors=vectors)
             for dtype in DTYPES
-            for direction in FORMS
+            for in_a, in_b in FORMS
             for vectors in (True, False)
         ]
 
 
-# Of each direction, whether terms are contiguous in A, and in B.
-FORMS = {"fwd": (True, True), "bwd_data": (True, False), "bwd_weight": (False, False)}
-
-
-def _instance(dtype: DType, direction: str, *, vectors: bool) -> Instance:
-    in_a, in_b = FORMS[direction]
+def _instance(dtype: DType, in_a: bool, in_b: bool, *, vectors: bool) -> Instance:
     return Instance.of(
         "conv/simt_gemm.cu", ELEMENT=dtype, A_TERMS=in_a, B_TERMS=in_b, VECTORS=vectors
     )
@@ -174,38 +224,61 @@ def why_not_product(work: ConvWork) -> str | None:
         return "an epilogue, or a result of another type"
     if work.split_k is not None and work.split_k > 1:
         return "split_k is set by the caller"
-    if any(work.channels[side] > 1 and one.strides[2] != 1 for side, one in enumerate(work.sides)):
-        return "channels that are not contiguous"
     if work.in_channels > 1 and work.w.strides[2] != 1:
         return "a weight whose input channels are not contiguous"
-    if not all(_follow(one, work.batch, work.input) for one in work.sides):
+    if not _is_last(work):
+        if any(_lines(one, 1, work.input)[0][1] != 1 for one in work.sides):
+            return "neither channels nor pixels that are contiguous"
+        if not all(_follow(one, 1, work.input) for one in work.sides):
+            return "pixels that do not follow one another"
+    elif not all(_follow(one, work.batch, work.input) for one in work.sides):
         return "pixels that do not follow one another"
     product = product_of(work)
-    products = product.rows * product.columns * product.terms
+    products = _products(work)
     if products > MOST_PRODUCTS:
         return f"{products} products are more than {MOST_PRODUCTS}"
-    if ceil_div(product.rows, SIDE) > MAX_GRID_YZ:
-        return f"{product.rows} rows"
+    if max(ceil_div(product.rows, SIDE), product.images) > MAX_GRID_YZ:
+        return f"{product.rows} rows, or {product.images} images"
     lines = max(product.rows, product.columns, product.terms) + SIDE
-    if lines * max(one.stride for one in (product.a, product.b, product.result)) > MOST_ELEMENTS:
+    matrices = product.a, product.b, product.result
+    if max(lines * one.stride + work.batch * one.image for one in matrices) > MOST_ELEMENTS:
         return f"tensors of more than {MOST_ELEMENTS} elements"
     return None
 
 
+def _products(work: ConvWork) -> int:
+    return work.pixels * work.in_channels * work.out_channels
+
+
 def product_of(work: ConvWork) -> Product:
     """Return the product of matrices that a convolution is unless `why_not_product` refuses it."""
-    x, y = (Matrix(one, _lines(one, work.batch, work.input)[0][1]) for one in (work.x, work.y))
     weight = Matrix(work.w, work.w.strides[1])
     pixels, inputs, outputs = work.pixels, work.in_channels, work.out_channels
-    rows, columns, terms, a, b, result = {
-        "fwd": (pixels, outputs, inputs, x, weight, y),
-        "bwd_data": (pixels, inputs, outputs, y, weight, x),
-        "bwd_weight": (outputs, inputs, pixels, y, x, weight),
-    }[work.direction]
-    in_a, in_b = FORMS[work.direction]
-    widths = terms if in_a else rows, terms if in_b else columns
-    vectors = not any(value % SIDE for value in (*widths, a.stride, b.stride))
-    return Product(rows, columns, terms, a, b, result, vectors)
+    if _is_last(work):
+        x, y = (Matrix(one, _lines(one, work.batch, work.input)[0][1]) for one in (work.x, work.y))
+        if work.direction == "bwd_weight":
+            return Product(outputs, inputs, pixels, y, x, weight, 1, 1, False, False)
+        if work.direction == "fwd":
+            return Product(pixels, outputs, inputs, x, weight, y, 1, 1, True, True)
+        return Product(pixels, inputs, outputs, y, weight, x, 1, 1, True, False)
+    images = work.batch
+    x, y = (
+        Matrix(one, one.strides[2], one.strides[0] if images > 1 else 0) for one in (work.x, work.y)
+    )
+    pixels //= images
+    if work.direction == "bwd_weight":
+        return Product(outputs, inputs, pixels, y, x, weight, 1, images, True, True)
+    if work.direction == "fwd":
+        return Product(outputs, pixels, inputs, weight, x, y, images, 1, True, False)
+    return Product(inputs, pixels, outputs, weight, y, x, images, 1, False, False)
+
+
+def _is_last(work: ConvWork) -> bool:
+    """Return whether channels are contiguous on both sides, or single."""
+    return all(
+        count == 1 or one.strides[2] == 1
+        for count, one in zip(work.channels, work.sides, strict=True)
+    )
 
 
 def _lines(operand: Operand, batch: int, size: Size3) -> list[tuple[int, int]]:
@@ -228,7 +301,6 @@ def _follow(operand: Operand, batch: int, size: Size3) -> bool:
 
 def candidate_configs(product: Product) -> Iterator[Config]:
     """Yield the configurations whose tiles and slices are not mostly empty."""
-    quads = ceil_div(product.terms, SIDE)
     most_across = (ceil_div(product.columns, SIDE) - 1).bit_length()
     most_down = (ceil_div(product.rows, SIDE) - 1).bit_length()
     for threads in THREADS:
@@ -237,7 +309,7 @@ def candidate_configs(product: Product) -> Iterator[Config]:
                 config = Config(threads, across_log, down_log)
                 if config.slices < 1:
                     continue
-                if config.slices > 2 * quads and threads > THREADS[0]:
+                if config.slices > 2 * product.units and threads > THREADS[0]:
                     continue
                 yield config
 
@@ -250,9 +322,11 @@ def expected_s(product: Product, dtype: DType, config: Config, device: CudaDevic
     """
     blocks = ceil_div(prod(config.grid(product)), device.multiprocessors)
     waves = ceil_div(blocks * config.threads, RESIDENT_THREADS)
-    rounds = ceil_div(ceil_div(product.terms, SIDE), config.slices * UNROLLED)
+    rounds = ceil_div(product.units, config.slices * UNROLLED)
     warps = config.threads / 128  # of a scheduler
-    elements = product.rows * product.columns + product.terms * (product.rows + product.columns)
+    terms = product.terms * product.summed
+    elements = product.rows * product.columns + terms * (product.rows + product.columns)
+    elements *= product.images
     total_us = 4.75 + 0.594 * rounds * waves + 0.099 * warps
     total_us += blocks * warps * (0.038 + rounds * (0.103 if product.vectors else 0.203))
     total_us += 0.043 * max(1.0, config.slices / 16) + 0.584e-6 * elements * dtype.itemsize

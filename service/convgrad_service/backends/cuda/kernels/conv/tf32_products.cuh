@@ -1,16 +1,58 @@
-// Products of float32 operands as TF32 by mma.sync, of operands that lie M- and N-major in shared memory: wgmma
-// multiplies TF32 with K contiguous only, and in weight gradients of channels last K is pixels. mma.sync's operands
-// are in registers, which are loaded one element at a time, so nothing is transposed.
+// Products of float32 operands as TF32 of which one or both lie M- or N-major in shared memory, where wgmma reads TF32
+// with K contiguous only. Operands in registers may lie anyhow, so nothing is transposed: an A that is M-major is loaded
+// into wgmma's registers (Tf32Rows), as the weights in gradients of the input, channels last; if B is N-major too, as in
+// weight gradients of channels last, where K is pixels, both are loaded into those of mma.sync (Tf32Products).
 //
 // An operand is boxes of rows of up to 128 bytes, a row for each element of K, whose 16-byte chunks are swizzled as the
-// copy engine does. Within eight elements the order of K is free if it is the same for both operands: the first half of
+// copy engine does.
+//
+// Tf32Products: within eight elements the order of K is free if it is the same for both operands: the first half of
 // an mma's K are even elements, the second odd ones, so that what a warp reads at once lies in different banks (of rows
 // of 128 bytes).
 #pragma once
 
+#include "ptx/load_store.cuh"
 #include "ptx/mma.cuh"
+#include "ptx/warpgroup.cuh"
 
 namespace convgrad {
+
+// 64 rows of A over eight elements of K, in the registers of a warpgroup's wgmma, from boxes of kDepth elements of K.
+// Rows are permuted: a lane has pairs of neighbours, and what half a warp reads at once lies in different banks.
+template <int kDepth>
+struct Tf32Rows {
+  u32 offset[2];  // of this lane's pairs, by half of K
+
+  __device__ __forceinline__ explicit Tf32Rows(int thread) {
+    const u32 warp = thread / 32 % 4, k = thread % 4, in_box = row(warp, thread % 32 / 4) % 32;
+#pragma unroll
+    for (u32 half = 0; half < 2; ++half) {
+      const u32 line = k + half * 4;
+      offset[half] = warp / 2 * (kDepth * 128) + line * 128 + (in_box / 4 ^ line) * 16 + in_box % 4 * 4;
+    }
+  }
+  // Of the 64, that of a warp's lanes 4 * group to 4 * group + 3 whose other row is the next.
+  __device__ __forceinline__ static int row(int warp, int group) {
+    return warp / 2 * 32 + (warp % 2 * 2 + group / 2 % 2 * 4 + group / 4) * 4 + group % 2 * 2;
+  }
+  // From the box of the first 32 rows on.
+  __device__ __forceinline__ void load(u32 from, u32 (&to)[4]) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      uint2 pair;
+      ld_shared(from + offset[half], pair);
+      to[half * 2] = pair.x, to[half * 2 + 1] = pair.y;
+    }
+  }
+  // Once no wgmma reads `to` any more. An instruction that changes nothing, as bits that TF32 has not are zeros: the
+  // compiler would make all wgmmas wait for each other if what is loaded while they run were their registers.
+  __device__ __forceinline__ static void give(u32 (&to)[4], const u32 (&loaded)[4]) {
+    fence_registers(to);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) to[i] = loaded[i] & 0xffffe000;
+    fence_registers(to);
+  }
+};
 
 // A warpgroup's products: 64 * kRows rows, of which each warp has 16 of every 64, by 8 * kFragments columns, over kDepth
 // elements of K. Rows of A's boxes have 128 bytes, those of B's kColumnBytes.

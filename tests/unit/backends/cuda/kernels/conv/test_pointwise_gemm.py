@@ -219,6 +219,45 @@ def test_planes_that_no_eight_channels_align(direction: Direction) -> None:
     assert products_of(work, unaligned=True)
 
 
+@pytest.mark.parametrize("layout", ["NHWC", "NCHW"])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize(
+    ("batch", "channels", "size"), [(16, (800, 128), 8), (32, (24, 144), 56), (2, (192, 1280), 6)]
+)
+def test_tf32(
+    batch: int, channels: tuple[int, int], size: int, direction: Direction, layout: str
+) -> None:
+    work = work_of(
+        direction,
+        batch=batch,
+        channels=channels,
+        size=size,
+        kernel=1,
+        pad=0,
+        layout=layout,
+        dtype=DType.FLOAT32,
+        precision="high",
+    )
+    products = products_of(work)
+    assert products
+    for product in products:
+        found = timed(product, H200, COUNTERS)
+        assert found
+        for _, config in found:
+            stages = config.stages(product, H200)
+            assert stages >= min(3, config.steps_each(product))
+            assert config.shared_bytes(product, stages) <= H200.shared_bytes_per_block
+            assert config.reduces or product.stores
+    # Channels first, the weight of a gradient of the input is copied.
+    *copies, step = FAMILY.launches(work, H200).steps
+    assert len(copies) == (layout == "NCHW" and direction == "bwd_data")
+    assert isinstance(step, Launch)
+    assert step.overlaps == bool(copies)
+    assert step.instance in INSTANCES
+    # Results with an epilogue other than a bias are left to others.
+    assert not products_of(replace(work, activation="relu")) or direction == "bwd_weight"
+
+
 def test_long_work_may_be_left_to_others() -> None:
     work = pointwise(64, (1024, 1024), 28)
     assert "expected" in (PointwiseGemm(most_s=1e-6).why_not(work, H200) or "")

@@ -17,7 +17,7 @@ from convgrad_service.backends.cuda.kernels.conv.simt_gemm import (
 from convgrad_service.plans.cuda.device import H200
 from convgrad_service.plans.cuda.program import Launch
 from convgrad_service.plans.cuda.works import ConvWork, Direction
-from tests.support.kernels.conv_work import pointwise
+from tests.support.kernels.conv_work import pointwise, work_of
 
 DIRECTIONS: tuple[Direction, ...] = ("fwd", "bwd_data", "bwd_weight")
 
@@ -70,3 +70,18 @@ def test_longer_layers_are_left_to_others() -> None:
     work = pointwise(16, (240, 960), 1, "bwd_data")
     assert SimtGemm().why_not(work, H200) is None
     assert "expected to take" in str(SimtGemm(most_s=1e-6).why_not(work, H200))
+    assert "products are more" in str(SimtGemm(most_products=2**20).why_not(work, H200))
+    assert "on both sides" in str(SimtGemm(most_channels=4).why_not(work, H200))
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_planes_are_products_of_an_image(direction: Direction) -> None:
+    work = work_of(direction, batch=3, channels=(8, 12), size=6, kernel=1, pad=0, layout="NCHW")
+    product = product_of(work)
+    summed = direction == "bwd_weight"
+    assert (product.images, product.summed) == ((1, 3) if summed else (3, 1))
+    assert product.units == (27 if summed else work.channels[0] // 4)
+    (launch,) = SimtGemm().launches(work, H200).steps
+    assert isinstance(launch, Launch)
+    assert launch.grid[2] == product.images
+    assert launch.instance in SimtGemm().instances()
