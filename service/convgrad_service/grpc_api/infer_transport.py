@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import struct
 from collections.abc import Awaitable, Callable, Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -79,10 +79,12 @@ class Message:
 @dataclass(frozen=True, slots=True)
 class _InferData:
     """Cached for requests with the same key: the request without its id, and the names of the
-    inputs in raw_input_contents, or None if the next message may hold other inputs there."""
+    inputs in raw_input_contents, or None if the next message may hold other inputs there.
+    ``sends`` is filled by the first answer, see `encode_tensors`."""
 
     request: InferRequest
     raw_inputs: tuple[str, ...] | None = None
+    sends: dict[str, bool] = field(default_factory=dict)
 
 
 class _SmallMessage(NamedTuple):
@@ -219,14 +221,18 @@ class InferTransport:
         """Do nothing: if the client leaves, grpcio cancels the call's task."""
 
     async def send(self, execution: Execution) -> None:
-        request, outputs = execution.transport_data.request, execution.outputs
+        data: _InferData = execution.transport_data
+        request, outputs = data.request, execution.outputs
+        if not data.sends:
+            names = request.answer_names(outputs)
+            data.sends.update({name: request.sends(name) for name in names})
         with self.request.timings.stage("encode"):
             head = execution.text(
                 partial(encode_head, request, outputs, in_stream=self._in_stream), _DOUBLE.pack
             )
             if self._small is not None and self._small.id:
                 head += response_id(self._small.id)
-            parts = [head, *encode_tensors(request, outputs)]
+            parts = [head, *encode_tensors(data.sends, outputs)]
             if self._in_stream:
                 parts = in_stream_response(parts)
         self._context.sent_bytes += sum(map(len, parts))

@@ -251,12 +251,15 @@ def encode_head(
     return encoded
 
 
-def encode_tensors(request: InferRequest, outputs: Mapping[str, NDArray[Any]]) -> list[Part]:
-    """Encode the raw_output_contents of a ModelInferResponse, in parts that refer to the arrays."""
+def encode_tensors(sends: Mapping[str, bool], outputs: Mapping[str, NDArray[Any]]) -> list[Part]:
+    """Encode the raw_output_contents of a ModelInferResponse, in parts that refer to the arrays.
+
+    ``sends`` has the answer's outputs: False if one is stored or in shared memory, so that its
+    field is empty.
+    """
     parts: list[Part] = []
-    for name, array in request.answer_outputs(outputs).items():
-        # One field per output, empty if the output is stored or in shared memory.
-        data = data_view(array) if request.sends(name) else b""
+    for name, sent in sends.items():
+        data = data_view(outputs[name]) if sent else b""
         parts += _length_prefix(_RAW_OUTPUT_CONTENTS, len(data)), data
     return parts
 
