@@ -19,6 +19,7 @@ HALO_LAYERS: dict[str, Conv] = {
     "padding_beyond_the_kernel": Conv(1, 32, 32, (4, 5), (2, 2), 1, 3),
     "dilated": Conv(1, 32, 64, (13, 12), (3, 3), 1, 2, 2),
     "rows_of_one_chunk": Conv(17, 16, 16, (16, 8), (3, 3), 1, 1),
+    "rows_of_one_pixel": Conv(2, 32, 40, (31, 1), (9, 1), 1, ((4, 4), (0, 0))),
     "wide": Conv(1, 32, 32, (3, 300), (3, 3), 1, 1),
     "1d": Conv(2, 32, 64, (333,), (3,), 1, 1),
     "1d_dilated": Conv(1, 64, 40, (70,), (5,), 1, ((8, 0),), 4),

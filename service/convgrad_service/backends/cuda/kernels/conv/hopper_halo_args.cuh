@@ -54,7 +54,7 @@ struct HopperHaloArgs {
   int size[3];  // positions of the result
   int first[2];  // row and pixel of a slice's first one, from the tile's first position
   int row_pixels;  // pixels of a slice's row
-  u32 row_factor;  // for division by it, see core/divider.cuh
+  u32 row_factor;  // 2^20 divided by it, rounded up, to divide a tile's positions
   // The source's pipeline, and the weights': `slots` stages, or (slots 0) all weights resident.
   int chunks;      // chunks of 32 channels
   int slices, steps;
@@ -66,5 +66,10 @@ struct HopperHaloArgs {
   int deeper_first;  // in the latter case, rows of the deeper position come first
   HaloTables tables;
 };
+
+// The row of the position-th pixel of a slice, of which a tile has fewer than 512.
+__device__ __forceinline__ int row_of(const HopperHaloArgs& args, u32 position) {
+  return position * args.row_factor >> 20;
+}
 
 }  // namespace convgrad

@@ -24,7 +24,7 @@ __device__ __forceinline__ void put_chunks(const Results& to, const float (&sum)
   T* const y = static_cast<T*>(args.y) + to.at;
   // The number of chunks that end before a position, counted along rows with their halo.
   const auto ended = [&](int position) {
-    const int h = __umulhi(position, args.row_factor), w = position - h * args.row_pixels;
+    const int h = row_of(args, position), w = position - h * args.row_pixels;
     return min(h * across + min(w / 8, across), all);
   };
   int done = ended(to.first_column);

@@ -62,7 +62,7 @@ struct HaloResults {
   // Row and position of a column, from the tile's first position; returns whether it has a result.
   __device__ __forceinline__ bool position(int column, int& h, int& w) const {
     const u32 flat = first_column + column;
-    h = __umulhi(flat, args.row_factor);
+    h = row_of(args, flat);
     w = flat - h * args.row_pixels;
     return h < rows && w < width;
   }

@@ -201,7 +201,7 @@ class HaloTile:
         args.channel_tiles, args.all_tiles = self.channel_tiles, self.count
         args.size[:], args.first[:] = self.problem.extents, halo.first
         args.row_pixels = self.row_pixels
-        args.row_factor = ceil_div(2**32, self.row_pixels)
+        args.row_factor = ceil_div(2**20, self.row_pixels)
         args.chunks, args.slices, args.steps = self.chunks, len(halo.depths), len(tables.steps)
         args.stages, args.stage_bytes, args.box_bytes = (
             self.stages,
