@@ -193,7 +193,7 @@ def test_what_is_not_finite_stays_in_the_channel_that_sums_it(seed: int) -> None
     [("float32", 8, "depthwise_direct_sums"), ("bfloat16", 8, "grouped_gather")],
 )
 def test_who_sums_channels_last(dtype: str, multiplier: int, family: str) -> None:
-    case = FROM_CONV["conv_bwd_data"]("sums", layer(1, 16, (5, 6), (3, 3), 1, 1, 1, multiplier))
+    case = FROM_CONV["conv_bwd_data"]("sums", layer(8, 64, (28, 28), (3, 3), 1, 1, 1, multiplier))
     tensors, _ = drawn(0, case, dtype, "bounded")
     problem, _ = problem_and_tensors(case, tensors, "NHWC")
     assert EmulatedBackend(FAMILIES).explain(problem).kernel == f"{family}_bwd_data"

@@ -28,9 +28,9 @@ Clusters = dict[str, tuple[tuple[int, int], ...]]
 # By tile, the (cluster size, blocks that reduce one tile) without which layers are expected to take
 # longer.
 CLUSTERS_OF: Clusters = {
-    "128x128": ((4, 4),),
-    "128x192": ((2, 1), (2, 2), (4, 4)),
-    "256x128": ((2, 1), (4, 4)),
+    "128x128": ((2, 1), (3, 3), (4, 4)),
+    "128x192": ((2, 1), (2, 2), (4, 4), (8, 4)),
+    "256x128": ((2, 1), (2, 2), (4, 4), (8, 4)),
 }
 # The same where elements have several parts.
 CLUSTERS_OF_PARTS: Clusters = {"128x128": ((4, 4),)}

@@ -135,10 +135,10 @@ TILES = (
 # layers would be expected to take more than 0.3 % longer on average (0.8 % in wgrads with copies of
 # 8 bytes).
 MENUS = {
-    (False, 16): "128x128 128x16 128x32 128x64 32x32s6 64x32",
+    (False, 16): "128x128 128x16 128x32 128x64 32x32s6 32x64 64x32",
     (False, 8): "128x128 128x16 128x32 128x64 32x32s6",
     (False, 4): "128x128 128x16 128x32 128x64 32x32s6",
-    (True, 16): "32x32s6 32x64 64x32",
+    (True, 16): "32x32s6 32x64 64x32 64x64",
     (True, 8): "128x64 32x64 64x32",
     (True, 4): "32x64 64x32",
 }
