@@ -69,8 +69,7 @@ class Settings(BaseSettings):
                 raise ValueError(f"{variable} is not the name of a setting{hint}")
         for name, value in values.items():
             if value == "":  # an empty path would be the current folder
-                variable = f"{_PREFIX}{name.upper()}"
-                raise ValueError(f"{variable} is empty; expected a value, or none for the default")
+                raise ValueError(f"{_PREFIX}{name.upper()} is empty; unset it for the default")
         return values
 
     http_host: str = Field(
@@ -392,11 +391,10 @@ def _variables() -> list[str]:
 
 
 def _is_known(variable: str) -> bool:
-    # pydantic-settings ignores case.
-    name = variable.upper()
+    name = variable.upper()  # pydantic-settings ignores case
     if name in _CLIENT_VARIABLES or name in _variables():
         return True
-    # Kubernetes sets these in every container if there is a Service convgrad or convgrad-….
+    # Kubernetes sets these in containers if there is a Service convgrad or convgrad-….
     return _SERVICE_VARIABLE.fullmatch(variable) is not None and (
         "_SERVICE_" in variable or "_TCP" in variable or "://" in os.environ[variable]
     )

@@ -81,45 +81,13 @@ from convgrad_service.backends.cuda.kernels.pool.window_routes import WindowRout
 from convgrad_service.backends.cuda.kernels.pool.window_scatter import WindowScatter
 from convgrad_service.backends.cuda.kernels.pool.window_sums import WindowSums
 from convgrad_service.backends.cuda.kernels.pool.window_tiles import WindowTiles
+from convgrad_service.backends.cuda.overheads import COPY_S, OVERHEADS
 from convgrad_service.backends.cuda.tuning.tuned import Tuned
 from convgrad_service.plans.cuda.families import Families, Family, FastestExpected, Overhead
 from convgrad_service.plans.cuda.works import ConvWork
 
 __all__ = ["FAMILIES"]
 
-# Fitted on an H200 to 250 random layers, like implicit_gemm's model. On the held-out half, the
-# models with these corrections err by 12 to 20 %. So do those of families for few channels, fitted
-# to half of 84 other layers (`first_forward` and `hopper_first_taps` by 12 and 13 %, `few_gather`
-# and `hopper_first_data` by 18 and 20 %).
-OVERHEADS = {
-    "grouped_gather": Overhead(0.0),
-    "first_weight": Overhead(0.0),
-    "hopper_first_taps": Overhead(0.0),
-    "col2im": Overhead(4e-6),
-    "patch_products": Overhead(6e-6),
-    "zero_insertion": Overhead(0.0),
-    "grouped_weight": Overhead(0.0),
-    "hopper_grouped": Overhead(0.0),
-    "hopper_grouped_weight": Overhead(5.7e-6, 0.97),
-    "implicit_gemm": Overhead(0.0, 1.0, 4e-6),
-    "pointwise_gemm": Overhead(0.0),
-    "hopper_gather": Overhead(0.0),
-    "hopper_halo": Overhead(5.0e-6, 1.2),
-    "hopper_weight": Overhead(0.0),
-    "hopper_weight_single": Overhead(0.0),
-    "dense_gather": Overhead(4.7e-6, 1.09, 4.9e-6),
-    "dense_weight": Overhead(8.0e-6, 0.91, 3e-6),
-    "dense_weight_through_channels_last": Overhead(8.0e-6, 0.91, 3e-6),
-    "split_gather": Overhead(0.0),
-    "split_gather_through_channels_last": Overhead(0.0),
-    "split_weight": Overhead(0.0),
-    "split_weight_through_channels_last": Overhead(7e-6),
-    "padded_result": Overhead(0.0, 1.0, 2e-6),
-    "batch_last_weight": Overhead(0.0),
-    "batch_last_weight_through_channels_last": Overhead(4e-6),
-}
-# Of each copy between layouts, besides its bytes; in 20 depthwise layers on an H200.
-COPY_S = 3.2e-6
 # Copies between layouts.
 COPIES = (Transpose(), RowCopy(), RowPack(), StridedCopy())
 
