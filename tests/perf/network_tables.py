@@ -105,7 +105,7 @@ def _losses(rows: list[Record]) -> str:
     return (
         "Not everything is faster. The share of dense layers that are more than "
         f"{1 - SLOWER:.0%} slower: {shares} (geometric mean of all: {mean:.2f}x). A network has "
-        "no figure where the kernel of one of its layers has changed since it was measured."
+        "no figure for a batch at which one of its layers was not measured."
     )
 
 
