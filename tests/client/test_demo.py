@@ -152,14 +152,14 @@ def test_too_low_an_accuracy_fails_the_demo(
     assert (tmp_path / "convgrad-demo.png").stat().st_size > 10_000
 
 
-def test_a_folder_that_cannot_be_is_told_before_the_training(
+def test_a_folder_that_cannot_be_made_ends_the_demo_before_training(
     tmp_path: Path, server: Server, capfd: pytest.CaptureFixture[str]
 ) -> None:
     taken = tmp_path / "a-file"
     taken.touch()
     assert main(["--url", server.url, "--output", str(taken)]) == 1
     shown = capfd.readouterr().out
-    assert "cannot be put into" in shown
+    assert "cannot be written to" in shown
     assert "epoch" not in shown
 
 
