@@ -156,7 +156,7 @@ class SimtGemm(Solver[ConvWork, Config]):
             return reason
         narrow = min(work.in_channels, work.out_channels)
         if narrow > self._most_channels:
-            return f"{narrow} channels or more on both sides; most {self._most_channels} on one"
+            return f"{narrow} channels on the narrower side are more than {self._most_channels}"
         if work.pixels > self._most_pixels:
             return f"{work.pixels} pixels are more than {self._most_pixels}"
         if (products := _products(work)) > self._most_products:

@@ -29,7 +29,7 @@ class Merge:
     """``groups`` adjacent groups treated as one, with chunks of ``chunk`` channels.
 
     With ``padded``, zeros fill up its last chunk in shared memory. With ``own``, sums of two groups
-    share a chunk, but products do not: see `_meets_own`.
+    share a chunk, but products do not: see `_shares_sums`.
     """
 
     groups: int
@@ -53,12 +53,12 @@ def merge_of(work: ConvWork) -> Merge:
     """Return the merge of the fewest groups whose channels are whole chunks on both sides, or of
     those that fit in a chunk, or of one group, with padding."""
     chunk = CHUNK_BYTES // work.dtype.itemsize
-    own = _meets_own(work)
+    own = _shares_sums(work)
     groups = 2 if own else chunk // gcd(chunk, work.in_channels, work.out_channels)
     padded = not _is_whole(work, groups, own)
     if padded:
         fitting = range(chunk // max(work.in_channels, work.out_channels), 1, -1)
-        groups = next((n for n in fitting if _may_meet(work, n)), 1)
+        groups = next((n for n in fitting if _may_merge(work, n)), 1)
     in_chunks = ceil_div(groups * work.in_channels, chunk)
     out_chunks = ceil_div(groups * work.out_channels, chunk)
     count = work.groups // groups
@@ -70,7 +70,7 @@ def _is_whole(work: ConvWork, groups: int, own: bool) -> bool:
     sides = (work.x, work.in_channels), (work.y, work.out_channels)
     return (
         all(piece_of(*side, groups) == CHUNK_BYTES for side in sides)
-        and (own or _may_meet(work, groups))
+        and (own or _may_merge(work, groups))
         and groups * max(work.in_channels, work.out_channels) <= _most_channels(work)
     )
 
@@ -80,7 +80,7 @@ def _most_channels(work: ConvWork) -> int:
     return WIDE_CHANNELS if wide else MAX_CHANNELS
 
 
-def _may_meet(work: ConvWork, groups: int) -> bool:
+def _may_merge(work: ConvWork, groups: int) -> bool:
     """Return whether so many groups may be merged, by zero-padding their weights.
 
     Channels of other groups are then multiplied by zeros, so a NaN spreads to all groups of its
@@ -113,7 +113,7 @@ def is_exact(work: ConvWork) -> bool:
     return work.dtype is DType.FLOAT32 and work.precision != "high"
 
 
-def _meets_own(work: ConvWork) -> bool:
+def _shares_sums(work: ConvWork) -> bool:
     """Return whether, in exact float32, two groups of four channels share a chunk of sums.
 
     Each lane then has the sums of one group, and multiplies only the channels of that group.

@@ -212,7 +212,7 @@ class PoolThroughChannelsLast(ThroughChannelsLast[PoolWork]):
             return CONTIGUOUS
         positions = work.taps * (1 + WINDOWS_COUNT / prod(work.stride))
         if positions * work.channels < POSITIONS_A_LANE * _pool_lanes(work):
-            return f"windows of {work.kernel} with stride {work.stride}, which are not worth copies"
+            return f"windows of {work.kernel} with stride {work.stride}: copies would take longer"
         lead = f"{work.prefix}last_"
         sides = {
             "source": (work.source, work.input),
