@@ -40,8 +40,7 @@ ALWAYS_ALLOWED_BYTES = 64 * 2**20
 """Outputs up to this size are allowed for any inputs."""
 
 
-@dataclass(frozen=True, slots=True)
-class Deadline:
+class Deadline(NamedTuple):
     """A deadline at ``at_s`` of time.monotonic(), ``allowed_s`` after the request began."""
 
     at_s: float

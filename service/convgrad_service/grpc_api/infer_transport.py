@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import struct
 from collections.abc import Awaitable, Callable, Hashable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -79,12 +79,10 @@ class Message:
 @dataclass(frozen=True, slots=True)
 class _InferData:
     """Cached for requests with the same key: the request without its id, and the names of the
-    inputs in raw_input_contents, or None if the next message may hold other inputs there.
-    ``sends`` is filled by the first answer, see `encode_tensors`."""
+    inputs in raw_input_contents, or None if the next message may hold other inputs there."""
 
     request: InferRequest
     raw_inputs: tuple[str, ...] | None = None
-    sends: dict[str, bool] = field(default_factory=dict)
 
 
 class _SmallMessage(NamedTuple):
@@ -193,22 +191,22 @@ class InferTransport:
     async def fill(self, execution: Execution) -> None:
         data: _InferData = execution.transport_data
         body, self._message.body = self._message.body, b""
-        with self.request.timings.stage("decode"):
-            if data.raw_inputs is not None and self._small is not None:
-                views = execution.input_views()
-                for name, raw in zip(data.raw_inputs, self._small.raw_inputs, strict=True):
-                    if name in views:
-                        views[name][:] = raw
-            else:
-                await execution.fill(
-                    {
-                        tensor.name: tensor.source
-                        if isinstance(tensor.source, np.ndarray)
-                        else input_view(body, tensor)
-                        for tensor in data.request.inputs
-                        if isinstance(tensor.source, np.ndarray | Span)
-                    }
-                )
+        self.request.timings.enter("decode")
+        if data.raw_inputs is not None and self._small is not None:
+            views = execution.input_views()
+            for name, raw in zip(data.raw_inputs, self._small.raw_inputs, strict=True):
+                if name in views:
+                    views[name][:] = raw
+        else:
+            await execution.fill(
+                {
+                    tensor.name: tensor.source
+                    if isinstance(tensor.source, np.ndarray)
+                    else input_view(body, tensor)
+                    for tensor in data.request.inputs
+                    if isinstance(tensor.source, np.ndarray | Span)
+                }
+            )
         self.close()
         self._message.filled.set()
 
@@ -223,18 +221,16 @@ class InferTransport:
     async def send(self, execution: Execution) -> None:
         data: _InferData = execution.transport_data
         request, outputs = data.request, execution.outputs
-        if not data.sends:
-            names = request.answer_names(outputs)
-            data.sends.update({name: request.sends(name) for name in names})
-        with self.request.timings.stage("encode"):
-            head = execution.text(
-                partial(encode_head, request, outputs, in_stream=self._in_stream), _DOUBLE.pack
-            )
-            if self._small is not None and self._small.id:
-                head += response_id(self._small.id)
-            parts = [head, *encode_tensors(data.sends, outputs)]
-            if self._in_stream:
-                parts = in_stream_response(parts)
+        self.request.timings.enter("encode")
+        head = execution.text(
+            partial(encode_head, request, outputs, in_stream=self._in_stream), _DOUBLE.pack
+        )
+        if self._small is not None and self._small.id:
+            head += response_id(self._small.id)
+        parts = [head, *encode_tensors(request, outputs)]
+        if self._in_stream:
+            parts = in_stream_response(parts)
+        self.request.timings.enter(None)
         self._context.sent_bytes += sum(map(len, parts))
         await self._reply(parts)
 

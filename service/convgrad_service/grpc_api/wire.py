@@ -241,7 +241,8 @@ def encode_head(
         _set_parameter(head.parameters[name], value)
     if in_stream:
         head.parameters[_FINAL].bool_param = True
-    for name, array in request.answer_outputs(outputs).items():
+    for name in request.answer_names(outputs):
+        array = outputs[name]
         output = head.outputs.add(
             name=name, datatype=protocol_name(dtype_of(array)), shape=array.shape
         )
@@ -251,15 +252,14 @@ def encode_head(
     return encoded
 
 
-def encode_tensors(sends: Mapping[str, bool], outputs: Mapping[str, NDArray[Any]]) -> list[Part]:
+def encode_tensors(request: InferRequest, outputs: Mapping[str, NDArray[Any]]) -> list[Part]:
     """Encode the raw_output_contents of a ModelInferResponse, in parts that refer to the arrays.
 
-    ``sends`` has the answer's outputs: False if one is stored or in shared memory, so that its
-    field is empty.
+    The field of an output that is stored or in shared memory is empty.
     """
     parts: list[Part] = []
-    for name, sent in sends.items():
-        data = data_view(outputs[name]) if sent else b""
+    for name in request.answer_names(outputs):
+        data = data_view(outputs[name]) if request.sends(name) else b""
         parts += _length_prefix(_RAW_OUTPUT_CONTENTS, len(data)), data
     return parts
 
