@@ -27,7 +27,6 @@ from convgrad_service.grpc_api.wire import (
     encode_head,
     encode_tensors,
     in_stream_response,
-    is_compressed,
     read_infer_request,
     request_names,
     response_id,
@@ -158,8 +157,6 @@ class InferTransport:
         owner, message = self._context.owner, self._message
         if message.receive is not None:
             message.body = await message.receive()
-        if is_compressed(message.body):
-            message.body = await self._reader.decompress(message.body)
         size_bytes = self._context.received_bytes = len(message.body)
         key: Hashable | None = None
         if size_bytes <= SMALL_BYTES and not self._in_stream:
