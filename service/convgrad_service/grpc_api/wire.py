@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from importlib.resources import files
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from google.protobuf import descriptor_pb2, message_factory
@@ -47,7 +47,8 @@ for _file in descriptor_pb2.FileDescriptorSet.FromString(
     _POOL.Add(_file)
 SERVICE: ServiceDescriptor = _POOL.FindServiceByName("inference.GRPCInferenceService")
 _FINAL = "triton_final_response"
-_RAW_INPUT_CONTENTS, _RAW_OUTPUT_CONTENTS, _INFER_RESPONSE, _RESPONSE_ID = 7, 6, 2, 3
+# The numbers of fields; an id has the same in requests and responses.
+_MODEL_NAME, _ID, _RAW_INPUT_CONTENTS, _RAW_OUTPUT_CONTENTS, _INFER_RESPONSE = 1, 3, 7, 6, 2
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
 # Far more than a request has; each takes a microsecond to walk.
 _MAX_FIELDS = 4096
@@ -80,82 +81,43 @@ _RequestMessage, _ResponseMessage = message("ModelInferRequest"), message("Model
 _StreamResponseMessage = message("ModelStreamInferResponse")
 
 
-def read_infer_request(body: bytes) -> InferRequest:
-    """Parse a ModelInferRequest; its spans refer to ``body``.
+class CutRequest(NamedTuple):
+    """A ModelInferRequest that has not been parsed.
 
-    Raises MalformedRequest if it cannot be parsed or is inconsistent, NotFound for unknown models.
+    ``rest`` is all of the message but its id and its raw_input_contents; ``raw`` is where these are
+    in it.
     """
-    rest, raw = cut_raw_contents(body)
-    try:
-        parsed = _RequestMessage.FromString(rest)
-    except DecodeError:
-        raise MalformedRequest("the message is not a ModelInferRequest") from None
-    operation = operation_named(parsed.model_name, parsed.model_version)
-    reserved = split_reserved(_parameters(parsed.parameters))
-    spans = iter(raw) if raw else None
-    request = InferRequest(
-        operation,
-        parsed.id,
-        tuple(_input(tensor, spans) for tensor in parsed.inputs),
-        tuple(
-            InferOutput(each.name, True, output_region(_parameters(each.parameters), each.name))
-            for each in parsed.outputs
-        ),
-        reserved.operation,
-        timeout_s=reserved.timeout_s,
-    )
-    if left := len(list(spans or ())):
-        raise MalformedRequest(
-            f"raw_input_contents holds {len(raw)} tensors, {left} more than there are inputs for"
-        )
-    return request
+
+    model: str
+    id: str
+    rest: bytes
+    raw: list[Span]
 
 
-def request_names(body: bytes) -> tuple[str, str]:
-    """Return model name and id of a ModelInferRequest, both "" if it cannot be parsed."""
-    try:
-        parsed = _RequestMessage.FromString(cut_raw_contents(body)[0])
-    except (DecodeError, MalformedRequest):
-        return "", ""
-    return parsed.model_name, parsed.id
+def cut_infer_request(body: bytes) -> CutRequest:
+    """Cut id and tensors out of a message.
 
-
-def split_small_request(body: bytes) -> tuple[str, str, list[bytes], bytes] | None:
-    """Return model name, id, raw_input_contents and all else of a ModelInferRequest.
-
-    All else is equal for equal requests. Protobuf copies the tensors: for small messages that takes
-    less time than `cut_raw_contents`. None if it cannot be parsed.
-    """
-    try:
-        parsed = _RequestMessage.FromString(body)
-    except DecodeError:
-        return None
-    found = parsed.model_name, parsed.id, list(parsed.raw_input_contents)
-    parsed.ClearField("id")
-    parsed.ClearField("raw_input_contents")
-    return *found, parsed.SerializeToString(deterministic=True)
-
-
-def cut_raw_contents(body: bytes) -> tuple[bytes, list[Span]]:
-    """Split a ModelInferRequest into the rest and the spans of its raw_input_contents in ``body``.
-
-    Raises MalformedRequest if they are not a sequence of fields, or the rest is too large to parse.
+    Raises MalformedRequest if it is not a sequence of fields, or the rest is too large to parse.
     """
     kept: list[bytes] = []
     spans: list[Span] = []
+    texts = {_MODEL_NAME: b"", _ID: b""}
     at = keep_from = kept_bytes = 0
     for _ in range(_MAX_FIELDS):
         if at >= len(body):
             break
         start = at
-        is_raw, at, size = _field_at(body, at)
+        field, at, size = _field_at(body, at)
         if at + size > len(body):
             raise MalformedRequest(
                 f"the message ends within a field: {len(body) - at:,} of {size:,} bytes"
             )
-        if is_raw:
+        if field in texts:
+            texts[field] = body[at : at + size]
+        if field in (_ID, _RAW_INPUT_CONTENTS):
             kept.append(body[keep_from:start])
             keep_from = at + size
+        if field == _RAW_INPUT_CONTENTS:
             spans.append(Span(at, size))
         else:
             kept_bytes += at + size - start
@@ -168,20 +130,57 @@ def cut_raw_contents(body: bytes) -> tuple[bytes, list[Span]]:
     else:
         raise MalformedRequest(f"the message has more than {_MAX_FIELDS} fields")
     kept.append(body[keep_from:])
-    return b"".join(kept), spans
+    try:
+        return CutRequest(texts[_MODEL_NAME].decode(), texts[_ID].decode(), b"".join(kept), spans)
+    except UnicodeDecodeError:
+        raise MalformedRequest("the message is not a ModelInferRequest") from None
 
 
-def _field_at(body: bytes, at: int) -> tuple[bool, int, int]:
-    """Return whether the field is raw_input_contents, where its value begins, and its size."""
+def read_infer_request(cut: CutRequest) -> InferRequest:
+    """Parse a ModelInferRequest, without its id.
+
+    Raises MalformedRequest if it cannot be parsed or is inconsistent, NotFound for unknown models.
+    """
+    try:
+        parsed = _RequestMessage.FromString(cut.rest)
+    except DecodeError:
+        raise MalformedRequest("the message is not a ModelInferRequest") from None
+    operation = operation_named(parsed.model_name, parsed.model_version)
+    reserved = split_reserved(_parameters(parsed.parameters))
+    spans = iter(cut.raw) if cut.raw else None
+    request = InferRequest(
+        operation,
+        "",
+        tuple(_input(tensor, spans) for tensor in parsed.inputs),
+        tuple(
+            InferOutput(each.name, True, output_region(_parameters(each.parameters), each.name))
+            for each in parsed.outputs
+        ),
+        reserved.operation,
+        timeout_s=reserved.timeout_s,
+    )
+    if left := len(list(spans or ())):
+        raise MalformedRequest(
+            f"raw_input_contents holds {len(cut.raw)} tensors, {left} more than there are inputs "
+            "for"
+        )
+    return request
+
+
+def _field_at(body: bytes, at: int) -> tuple[int, int, int]:
+    """Return the number of a field, where its value begins, and its size.
+
+    The number is 0 if the value is not delimited by its length.
+    """
     tag, value_at = _varint(body, at)
     kind = tag & 7
     if kind == _LENGTH:
         size, value_at = _varint(body, value_at)
-        return tag >> 3 == _RAW_INPUT_CONTENTS, value_at, size
+        return tag >> 3, value_at, size
     if kind == _VARINT:
-        return False, _varint(body, value_at)[1], 0
+        return 0, _varint(body, value_at)[1], 0
     if kind in (_FIXED64, _FIXED32):
-        return False, value_at, 8 if kind == _FIXED64 else 4
+        return 0, value_at, 8 if kind == _FIXED64 else 4
     raise MalformedRequest(f"the message has a field of wire type {kind} at byte {at}")
 
 
@@ -192,11 +191,11 @@ def encode_head(
     *,
     in_stream: bool = False,
 ) -> bytes:
-    """Encode a ModelInferResponse without `encode_tensors`.
+    """Encode a ModelInferResponse without `encode_tensors` and `response_id`.
 
     With ``in_stream`` it is marked as the last of its request.
     """
-    head = _ResponseMessage(model_name=request.operation.name, model_version=VERSION, id=request.id)
+    head = _ResponseMessage(model_name=request.operation.name, model_version=VERSION)
     for name, value in report.model_dump().items():
         _set_parameter(head.parameters[name], value)
     if in_stream:
@@ -242,7 +241,7 @@ def encode_stream_error(model: str, request_id: str, detail: str) -> bytes:
 def response_id(request_id: str) -> bytes:
     """Encode the id of a ModelInferResponse, to be appended to the rest of it."""
     text = request_id.encode()
-    return _length_prefix(_RESPONSE_ID, len(text)) + text
+    return _length_prefix(_ID, len(text)) + text
 
 
 def _set_parameter(parameter: Any, value: Any) -> None:
@@ -314,6 +313,8 @@ def _parameters(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 def _varint(body: bytes, at: int) -> tuple[int, int]:
     """Return the varint at ``at``, and its end."""
+    if at < len(body) and body[at] < 0x80:
+        return body[at], at + 1
     value = shift = 0
     while shift < 64:
         if at >= len(body):

@@ -97,14 +97,10 @@ def array_or_blank(tensor: InferInput) -> NDArray[Any]:
     return blank(tensor.shape, tensor.dtype, name=tensor.name)
 
 
-def input_view(buffer: Buffer, tensor: InferInput) -> NDArray[Any]:
-    """Return an input as a read-only view of ``buffer``, which need not be aligned."""
-    source = tensor.source
-    if not isinstance(source, Span):
-        assert isinstance(source, np.ndarray)  # noqa: S101 - a message holds no other form
-        return source
+def input_view(buffer: Buffer, tensor: InferInput, span: Span) -> NDArray[Any]:
+    """Return the input at ``span`` of ``buffer``, perhaps not aligned, as a read-only view."""
     count = math.prod(tensor.shape)
-    array: NDArray[Any] = np.frombuffer(buffer, tensor.dtype.numpy, count, source.start)
+    array: NDArray[Any] = np.frombuffer(buffer, tensor.dtype.numpy, count, span.start)
     array = array.reshape(tensor.shape)
     array.flags.writeable = False
     return array
