@@ -171,7 +171,7 @@ def measured_small(triton: Path, rounds: int) -> list[dict[str, Any]]:
 
 
 def stored(
-    lines: list[dict[str, Any]], stamp: Mapping[str, Any], path: Path
+    lines: list[dict[str, Any]], stamp: dict[str, Any], path: Path
 ) -> list[dict[str, Any]]:
     """Write lines with where they come from, and return them."""
     stamped = [line | stamp for line in lines]

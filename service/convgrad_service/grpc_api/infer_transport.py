@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import struct
 from collections.abc import Awaitable, Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -15,7 +16,7 @@ from convgrad_service.engine.admission import Deadline
 from convgrad_service.engine.execution import Execution
 from convgrad_service.engine.memory.arena import Lease
 from convgrad_service.engine.pipeline import Pipeline
-from convgrad_service.engine.request import ComputeRequest, Decoded
+from convgrad_service.engine.request import SMALL_BYTES, ComputeRequest, Decoded
 from convgrad_service.engine.telemetry.record import RequestContext
 from convgrad_service.grpc_api.exchange import Call
 from convgrad_service.grpc_api.limits import MessageReader, PendingResponses
@@ -28,7 +29,7 @@ from convgrad_service.grpc_api.wire import (
     read_infer_request,
     response_id,
 )
-from convgrad_service.oip.fields import SharedMemory, array_or_blank, input_view, request_fields
+from convgrad_service.oip.fields import SharedMemory, array_or_blank, request_fields
 from convgrad_service.oip.request import InferRequest, Span
 from convgrad_service.problems import Problem
 from convgrad_service.server.settings import Settings
@@ -59,6 +60,19 @@ class Message:
         self.body, self.receive = body, receive
         self.model = self.id = ""
         self.filled = asyncio.Event()
+
+
+@dataclass(frozen=True, slots=True)
+class _InferData:
+    """What requests with the same key share.
+
+    ``raw_inputs`` are the inputs whose elements are in raw_input_contents, in their order;
+    ``sends`` says which outputs an answer sends, once there was one.
+    """
+
+    request: InferRequest
+    raw_inputs: tuple[str, ...]
+    sends: dict[str, bool] = field(default_factory=dict)
 
 
 class InferTransport:
@@ -118,30 +132,33 @@ class InferTransport:
 
     def decode(self) -> Decoded:
         request = self._parsed
+        raw = tuple(each.name for each in request.inputs if isinstance(each.source, Span))
         return Decoded(
             request_fields(request, array_or_blank),
             regions=self._memory.parts(self._context.owner, request.regions),
             refuse=lambda _, problem: _refuse_above_message(request, problem),
             timeout_s=request.timeout_s,
-            transport_data=request,
+            transport_data=_InferData(request, raw),
             # Elements in the head would be part of its key.
-            repeatable=not any(isinstance(each.source, np.ndarray) for each in request.inputs),
+            repeatable=not request.arrays,
         )
 
     async def fill(self, execution: Execution) -> None:
-        request: InferRequest = execution.transport_data
-        body, self._message.body = self._message.body, b""
+        data: _InferData = execution.transport_data
+        body, self._message.body = memoryview(self._message.body), b""
         self.request.timings.enter("decode")
-        # Of a request seen before, spans are those of the first such message.
-        spans = iter(self._raw)
-        sources = {
-            tensor.name: input_view(body, tensor, next(spans))
-            if isinstance(tensor.source, Span)
-            else tensor.source
-            for tensor in request.inputs
-            if isinstance(tensor.source, np.ndarray | Span)
-        }
-        await execution.fill(sources)
+        views = execution.input_views()
+
+        def copy() -> None:
+            for name, span in zip(data.raw_inputs, self._raw, strict=True):
+                if name in views:
+                    source = body[span.start : span.start + span.size_bytes]
+                    np.copyto(np.asarray(views[name]), np.asarray(source))
+
+        small = len(body) <= SMALL_BYTES
+        await self._pipeline.in_thread(copy, execution.lease, inline=small)
+        if data.request.arrays:
+            await execution.fill(data.request.arrays)
         self.close()
         self._message.filled.set()
 
@@ -154,15 +171,18 @@ class InferTransport:
         """Do nothing: if the client leaves, grpcio cancels the call's task."""
 
     async def send(self, execution: Execution) -> None:
-        request: InferRequest = execution.transport_data
-        outputs = execution.outputs
+        data: _InferData = execution.transport_data
+        request, outputs = data.request, execution.outputs
+        if not data.sends:
+            names = request.answer_names(outputs)
+            data.sends.update({name: request.sends(name) for name in names})
         self.request.timings.enter("encode")
         head = execution.text(
             partial(encode_head, request, outputs, in_stream=self._in_stream), _DOUBLE.pack
         )
         if self._message.id:
             head += response_id(self._message.id)
-        parts = [head, *encode_tensors(request, outputs)]
+        parts = [head, *encode_tensors(data.sends, outputs)]
         if self._in_stream:
             parts = in_stream_response(parts)
         self.request.timings.enter(None)

@@ -211,14 +211,15 @@ def encode_head(
     return encoded
 
 
-def encode_tensors(request: InferRequest, outputs: Mapping[str, NDArray[Any]]) -> list[Part]:
+def encode_tensors(sends: Mapping[str, bool], outputs: Mapping[str, NDArray[Any]]) -> list[Part]:
     """Encode the raw_output_contents of a ModelInferResponse, in parts that refer to the arrays.
 
-    The field of an output that is stored or in shared memory is empty.
+    ``sends`` has the answer's outputs: False if one is stored or in shared memory, so that its
+    field is empty.
     """
     parts: list[Part] = []
-    for name in request.answer_names(outputs):
-        data = data_view(outputs[name]) if request.sends(name) else b""
+    for name, sent in sends.items():
+        data = data_view(outputs[name]) if sent else b""
         parts += _length_prefix(_RAW_OUTPUT_CONTENTS, len(data)), data
     return parts
 

@@ -156,7 +156,7 @@ class GuardedProtocol(HttpToolsProtocol):
         except HeadRefused as error:
             self._refusal = error
             raise
-        exchange = self.scope[CONNECTION] = Connection(self)  # type: ignore[typeddict-unknown-key]
+        exchange = self.scope[CONNECTION] = Connection(self)  # type: ignore[literal-required]
         if len(self.pipeline) >= _MAX_PIPELINED:
             # One read may hold ten thousand tiny requests, all of which would be prepared here.
             detail = f"{_MAX_PIPELINED} requests wait on this connection, the maximum"

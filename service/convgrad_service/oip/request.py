@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
 
+import numpy as np
 from numpy.typing import NDArray
 
 from convgrad.contract import Operation
@@ -259,6 +260,12 @@ class InferRequest:
     def answer_names(self, computed: Iterable[str]) -> Iterable[str]:
         """Return the outputs that the answer holds: those requested, in order, or all."""
         return self._wanted or computed
+
+    @cached_property
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """The inputs whose elements were numbers in the head."""
+        inputs = ((tensor.name, tensor.source) for tensor in self.inputs)
+        return {name: source for name, source in inputs if isinstance(source, np.ndarray)}
 
     @property
     def regions(self) -> Mapping[str, RegionPart]:

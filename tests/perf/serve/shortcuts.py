@@ -47,7 +47,7 @@ def _prepare_each_request() -> None:
 
 
 def _encode_each_text() -> None:
-    def text(self: Execution, encode: Callable[[Any], bytes], _: Any) -> bytes:
+    def text(self: Execution, encode: Callable[[Any], bytes], number: Any) -> bytes:
         return encode(self.report)
 
     Execution.text = text  # type: ignore[method-assign]
@@ -87,7 +87,7 @@ def _count_with_prometheus_client() -> None:
 
 
 def _write_head_and_body_apart() -> None:
-    protocol.CoalescedWriter = lambda transport: transport  # type: ignore[assignment,misc]
+    setattr(protocol, "CoalescedWriter", lambda transport: transport)  # noqa: B010
 
 
 def _send_each_layout() -> None:

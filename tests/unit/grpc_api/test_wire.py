@@ -28,7 +28,6 @@ from convgrad_service.grpc_api.wire import (
     read_infer_request,
     response_id,
 )
-from convgrad_service.oip.fields import input_view
 from convgrad_service.oip.request import InferRequest, Span
 
 Request = message("ModelInferRequest")
@@ -94,6 +93,11 @@ def read_request(body: bytes) -> InferRequest:
     return read_infer_request(cut_infer_request(body))
 
 
+def bytes_at(body: bytes, span: object) -> bytes:
+    assert isinstance(span, Span)
+    return body[span.start : span.start + span.size_bytes]
+
+
 def request(*arrays: NDArray[Any], datatype: str = "FP32", raw: bool = True, **fields: Any) -> Any:
     made = Request(model_name="conv_bwd_data", **fields)
     for name, array in zip(("grad_output", "weight"), arrays, strict=False):
@@ -104,21 +108,16 @@ def request(*arrays: NDArray[Any], datatype: str = "FP32", raw: bool = True, **f
 
 
 @pytest.mark.parametrize("datatype", DTYPES)
-def test_raw_contents_are_views(datatype: str) -> None:
+def test_raw_contents_are_spans_of_the_message(datatype: str) -> None:
     arrays = [np.arange(6).reshape(1, 1, 2, 3).astype(DTYPES[datatype]) + i for i in range(2)]
     made = request(*arrays, datatype=datatype, id="a" * 3)
     body = made.SerializeToString()
     read = read_request(body)
     assert (read.operation.name, read.outputs) == ("conv_bwd_data", ())
     assert cut_infer_request(body)[:2] == ("conv_bwd_data", "aaa")
-    memory = np.frombuffer(body, np.uint8)
     for tensor, array in zip(read.inputs, arrays, strict=True):
-        assert isinstance(tensor.source, Span)
-        found = input_view(body, tensor, tensor.source)
-        np.testing.assert_array_equal(found, array)
-        assert found.dtype == array.dtype
-        assert not found.flags.writeable
-        assert np.shares_memory(found.view(np.uint8), memory)
+        assert (tensor.dtype.numpy, tensor.shape) == (array.dtype, array.shape)
+        assert bytes_at(body, tensor.source) == array.tobytes()
 
 
 @pytest.mark.parametrize(
@@ -298,8 +297,7 @@ def test_fields_in_any_order() -> None:
     body = parts[0] + made.SerializeToString() + parts[1]
     read = read_request(body)
     tensor = read.inputs[1]
-    assert isinstance(tensor.source, Span)
-    np.testing.assert_array_equal(input_view(body, tensor, tensor.source), array + 4)
+    assert bytes_at(body, tensor.source) == (array + 4).tobytes()
 
 
 def test_answers_are_what_protobuf_reads() -> None:
@@ -311,12 +309,13 @@ def test_answers_are_what_protobuf_reads() -> None:
     made.outputs.add(name="grad_bias")
     made.outputs.add(name="grad_input")
     read = read_request(made.SerializeToString())
+    sends = dict.fromkeys(read.answer_names(outputs), True)
     answer = message("ModelInferResponse").FromString(
         b"".join(
             [
                 encode_head(read, outputs, REPORT),
                 response_id("7"),
-                *encode_tensors(read, outputs),
+                *encode_tensors(sends, outputs),
             ]
         )
     )
@@ -336,7 +335,7 @@ def test_answers_are_what_protobuf_reads() -> None:
                 [
                     encode_head(read, outputs, REPORT, in_stream=True),
                     response_id("7"),
-                    *encode_tensors(read, outputs),
+                    *encode_tensors(sends, outputs),
                 ]
             )
         )
