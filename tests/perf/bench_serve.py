@@ -170,9 +170,7 @@ def measured_small(triton: Path, rounds: int) -> list[dict[str, Any]]:
     return lines
 
 
-def stored(
-    lines: list[dict[str, Any]], stamp: dict[str, Any], path: Path
-) -> list[dict[str, Any]]:
+def stored(lines: list[dict[str, Any]], stamp: dict[str, Any], path: Path) -> list[dict[str, Any]]:
     """Write lines with where they come from, and return them."""
     stamped = [line | stamp for line in lines]
     path.write_text("".join(json.dumps(line) + "\n" for line in stamped))
