@@ -17,7 +17,7 @@ from tritonclient.grpc import service_pb2
 from convgrad.contract import OPERATIONS
 from convgrad.errors import ServiceError
 from convgrad.wire import npy, safetensors
-from convgrad_service.grpc_api.wire import cut_raw_contents, read_infer_request, request_names
+from convgrad_service.grpc_api.wire import cut_infer_request, read_infer_request
 from convgrad_service.http_api.codecs import parse_json_body
 from convgrad_service.http_api.protocol import check_head
 from convgrad_service.oip.fields import array_or_blank
@@ -38,9 +38,7 @@ NPY = b"\x93NUMPY\x01\x00v\x00" + (
 
 def grpc_message(body: bytes) -> None:
     """All that is read of a message."""
-    request_names(body)
-    cut_raw_contents(body)
-    read_infer_request(body)
+    read_infer_request(cut_infer_request(body))
 
 
 def safetensors_body(body: bytes) -> None:

@@ -6,7 +6,7 @@ Through all of the processes, so that what a worker and the hub were told once c
 from __future__ import annotations
 
 import uuid
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,9 +17,10 @@ from tritonclient.utils import InferenceServerException, shared_memory
 
 import convgrad
 from convgrad_service.backends.cpu import CpuBackend
-from convgrad_service.engine.execution import PreparedRequest
+from convgrad_service.engine.execution import Execution
 from convgrad_service.engine.options import InlineBackend
 from convgrad_service.engine.pipeline import Pipeline
+from convgrad_service.engine.request import ComputeRequest
 from tests.support.fake_backends import Blocking
 from tests.support.oip_server import OipServer, serving_oip
 from tests.support.tree_server import TreeServer, serving_tree, until
@@ -46,15 +47,17 @@ def tree(request: pytest.FixtureRequest) -> Iterator[TreeServer]:
 def known(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The operations of requests that the front ends of this process knew by their keys."""
     found: list[str] = []
-    known = Pipeline._cached
+    prepare = Pipeline.prepare
 
-    def counted(self: Pipeline, entry: tuple[str, Hashable | None]) -> PreparedRequest | None:
-        prepared = known(self, entry)
-        if prepared is not None:
-            found.append(prepared.layout.problem.operation)
-        return prepared
+    async def counted(
+        self: Pipeline, request: ComputeRequest, decode: Any, **options: Any
+    ) -> Execution:
+        assert request.operation is not None
+        if self.knows(request.operation, options["key"]):
+            found.append(request.operation.name)
+        return await prepare(self, request, decode, **options)
 
-    monkeypatch.setattr(Pipeline, "_cached", counted)
+    monkeypatch.setattr(Pipeline, "prepare", counted)
     return found
 
 

@@ -7,7 +7,9 @@ all other problems, which includes everything that a GPU computes.
 
 Measured twice: as each server is shipped (ours tunes malloc itself), and with malloc tuned by the
 environment for every program, clients included. Prints a table, writes a line for each path to
-`tests/perf/results/serve.jsonl`, and draws `docs/serve.svg`.
+`tests/perf/results/serve.jsonl`, and draws `docs/serve.svg`. Then, for docs/architecture.md, 1 KiB
+over raw sockets: the libraries alone, ours and Triton, and ours without each of its shortcuts
+(`tests/perf/results/serve_small.jsonl`; ``--only-small`` for these alone).
 """
 
 from __future__ import annotations
@@ -28,9 +30,11 @@ from tests.perf.provenance import cpu_model, origin
 from tests.perf.serve.plot import draw
 from tests.perf.serve.servers import running
 from tests.perf.serve.sizes import MALLOC, OPERATION, SIZES, Size
+from tests.perf.serve.small import remaining, shortcut_rows
 
 ROOT = Path(__file__).parents[2]
 RESULTS = Path(__file__).parent / "results" / "serve.jsonl"
+SMALL_RESULTS = RESULTS.with_name("serve_small.jsonl")
 PLOT = ROOT / "docs" / "serve.svg"
 TRITON_VERSION = "2.51.0"
 TUNINGS: Mapping[str, Mapping[str, str]] = {"as shipped": {}, "tuned": MALLOC}
@@ -126,22 +130,51 @@ def main() -> None:
     parser.add_argument(
         "--only", nargs="+", default=[""], help="paths with this in their name; nothing is stored"
     )
-    arguments = parser.parse_args()
-    sizes = [SIZES[arguments.size]] if arguments.size else list(SIZES.values())
-    lines: list[dict[str, Any]] = []
-    for malloc, environment in TUNINGS.items():
-        logs = arguments.triton / "logs" / malloc.replace(" ", "_")
-        with running(arguments.triton.resolve(), environment, logs) as ports:
-            for size in sizes:
-                lines += measured(size, malloc, astuple(ports), arguments.only)
-    if arguments.size or arguments.only != [""]:
-        return
+    parser.add_argument(
+        "--only-small", action="store_true", help="what docs/architecture.md needs alone"
+    )
+    parser.add_argument("--rounds", type=int, default=160, help="of 20 small requests each way")
+    parser.add_argument("--no-store", action="store_true", help="store nothing")
+    given = parser.parse_args()
+    sizes = [SIZES[given.size]] if given.size else list(SIZES.values())
+    partial_run = given.no_store or bool(given.size) or given.only != [""]
     packages = ("numpy", "tritonclient", "httpx", "fastapi", "uvicorn", "grpcio")
     versions = {"triton": TRITON_VERSION, **{name: version(name) for name in packages}}
     stamp = origin(cpu_model(), versions)
-    stored = [line | stamp for line in lines]
-    RESULTS.write_text("".join(json.dumps(line) + "\n" for line in stored))
-    draw(stored, PLOT)
+    if not given.only_small:
+        lines: list[dict[str, Any]] = []
+        for malloc, environment in TUNINGS.items():
+            logs = given.triton / "logs" / malloc.replace(" ", "_")
+            with running(given.triton.resolve(), environment, logs) as ports:
+                for size in sizes:
+                    lines += measured(size, malloc, astuple(ports), given.only)
+        if partial_run:
+            return
+        draw(stored(lines, stamp, RESULTS), PLOT)
+    small = measured_small(given.triton, given.rounds)
+    if not partial_run:
+        stored(small, stamp, SMALL_RESULTS)
+
+
+def measured_small(triton: Path, rounds: int) -> list[dict[str, Any]]:
+    """Measure requests of 1 KiB: beside the libraries alone, and without each shortcut."""
+    logs = triton / "logs" / "small"
+    with running(triton.resolve(), {}, logs) as ports:
+        lines = remaining(ports, rounds, logs)
+    for line in lines:
+        print(f"  {line['server']:12}{line['transport']:8}{line['ms']:8.3f} ms", flush=True)
+    for line in shortcut_rows(rounds, logs):
+        lines.append(line)
+        ratio = line["without_quartiles_ms"][0] / line["quartiles_ms"][0]
+        print(f"  without {line['shortcut']:12}{line['form']:12}{ratio:6.2f}", flush=True)
+    return lines
+
+
+def stored(lines: list[dict[str, Any]], stamp: dict[str, Any], path: Path) -> list[dict[str, Any]]:
+    """Write lines with where they come from, and return them."""
+    stamped = [line | stamp for line in lines]
+    path.write_text("".join(json.dumps(line) + "\n" for line in stamped))
+    return stamped
 
 
 if __name__ == "__main__":

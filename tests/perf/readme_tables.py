@@ -19,7 +19,7 @@ from tests.perf.stale import stale_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 README, SPEED = ROOT / "README.md", ROOT / "docs" / "speed.md"
-KERNELS = ROOT / "docs" / "kernels.md"
+KERNELS, ARCHITECTURE = ROOT / "docs" / "kernels.md", ROOT / "docs" / "architecture.md"
 LOAD, DEPLOY = ROOT / "docs" / "load.md", ROOT / "deploy" / "README.md"
 REFERENCE = ROOT / "docs" / "reference"
 
@@ -61,6 +61,10 @@ TABLES: Mapping[Path, Mapping[str, Callable[[], str]]] = {
         "wire": speed_tables.wire_table,
         "engine_gpu": speed_tables.engine_gpu_table,
         "devices": speed_tables.devices_table,
+    },
+    ARCHITECTURE: {
+        "serve_shortcuts": speed_tables.serve_shortcuts_table,
+        "serve_remaining": speed_tables.serve_remaining_table,
     },
     KERNELS: {"families": family_tables.families_table},
     DEPLOY: {"image": image_table, "scaling_limits": load_tables.scaling_limits_table},

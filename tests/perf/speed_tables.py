@@ -7,6 +7,7 @@ import statistics
 from pathlib import Path
 
 from tests.perf.records import Record, records, source_line
+from tests.perf.serve.shortcuts import SHORTCUTS
 
 __all__ = [
     "cpu_means_table",
@@ -15,7 +16,9 @@ __all__ = [
     "devices_table",
     "engine_gpu_table",
     "gpu_table",
+    "serve_remaining_table",
     "serve_short_table",
+    "serve_shortcuts_table",
     "serve_table",
     "wire_table",
 ]
@@ -229,6 +232,44 @@ def _beside(row: Record) -> str:
     """Ours, the peer's, and how many times as fast."""
     ours, peer = row["ours_ms"], row["peer_ms"]
     return f"{ours:.3g} / {peer:.3g} ({peer / ours:.2f}x)"
+
+
+def serve_remaining_table() -> str:
+    """What a request of 1 KiB takes: the libraries alone, ours and Triton."""
+    rows = [row for row in records("serve_small") if row["part"] == "remaining"]
+    if not rows:
+        return ""
+    lines = ["| what answers | HTTP, ms | gRPC, ms |", "| --- | ---: | ---: |"]
+    for server, text in _SERVERS.items():
+        found = {row["transport"]: row["ms"] for row in rows if row["server"] == server}
+        lines.append(f"| {text} | {found['HTTP']:.2f} | {found['gRPC']:.2f} |")
+    return "\n".join([*lines, "", source_line(rows, "make bench-serve")])
+
+
+_SERVERS = {
+    "library": "the library alone with a ready answer: uvicorn; grpc.aio (bytes, without "
+    "tritonclient)",
+    "event loop": "this server, computing on the event loop",
+    "worker": "this server, by a worker",
+    "Triton": "Triton",
+}
+
+
+def serve_shortcuts_table() -> str:
+    """How much longer a request takes without each shortcut: ratios of first quartiles."""
+    rows = [row for row in records("serve_small") if row["part"] == "shortcuts"]
+    if not rows:
+        return ""
+    lines = [
+        "| what | time without it, relative | by the Open Inference Protocol |",
+        "| --- | ---: | ---: |",
+    ]
+    for name, shortcut in SHORTCUTS.items():
+        found = [row for row in rows if row["shortcut"] == name]
+        cells = [f"{row['without_quartiles_ms'][0] / row['quartiles_ms'][0]:.2f}" for row in found]
+        lines.append(f"| {shortcut.text} | {' | '.join([*cells, ''][:2])} |")
+    source = source_line(rows, "make bench-serve").replace("medians", "first quartiles")
+    return "\n".join([*lines, "", source])
 
 
 def engine_gpu_table() -> str:

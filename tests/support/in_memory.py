@@ -57,17 +57,17 @@ class InMemory(Generic[T]):
         return Decoded(self._decode())
 
     async def fill(self, execution: Execution) -> None:
-        with self._request.timings.stage("decode"):
-            await execution.fill(execution.request.tensors())
+        self._request.timings.enter("decode")
+        await execution.fill(execution.request.tensors())
 
     def watch(self, on_disconnect: Callable[[], None] | None) -> None:
         """Nobody goes."""
 
     async def send(self, execution: Execution) -> None:
-        with self._request.timings.stage("encode"):
-            self.answered.append(
-                await self._pipeline.in_thread(lambda: self._encode(execution), execution.lease)
-            )
+        self._request.timings.enter("encode")
+        self.answered.append(
+            await self._pipeline.in_thread(lambda: self._encode(execution), execution.lease)
+        )
 
 
 async def answer(

@@ -40,8 +40,7 @@ ALWAYS_ALLOWED_BYTES = 64 * 2**20
 """Outputs up to this size are allowed for any inputs."""
 
 
-@dataclass(frozen=True, slots=True)
-class Deadline:
+class Deadline(NamedTuple):
     """A deadline at ``at_s`` of time.monotonic(), ``allowed_s`` after the request began."""
 
     at_s: float
@@ -152,37 +151,27 @@ class _Recent:
 class Admission:
     """An admitted request, whose body is to be received and computed."""
 
-    __slots__ = ("_ahead", "_arriving", "_gate")
+    __slots__ = ("_counted", "_gate", "_large")
 
     def __init__(self, gate: AdmissionGate, *, large: bool) -> None:
-        self._gate = gate
-        self._arriving: int | None = gate.arriving.begin()
-        self._ahead = (gate.receiving_large, gate.receiving_large.begin()) if large else None
+        self._gate, self._large = gate, large
+        self._counted = [(gate.arriving, gate.arriving.begin())]
+        if large:
+            self._counted.append((gate.receiving_large, gate.receiving_large.begin()))
 
     def arrived(self) -> None:
         """Note that its body has been received: the request is queued now."""
-        if self._arriving is None:
-            return
-        self._gate.arriving.end(self._arriving)
-        self._arriving = None
-        if self._ahead is not None:
-            self._not_ahead()
-            self._ahead = self._gate.received_large, self._gate.received_large.begin()
-        self._gate.update_soon()
+        self.end()
+        if self._large:
+            received = self._gate.received_large
+            self._counted = [(received, received.begin())]
 
     def end(self) -> None:
         """Note that it has been computed, or never will be."""
-        if self._arriving is not None:
-            self._gate.arriving.end(self._arriving)
-            self._arriving = None
-        self._not_ahead()
-        self._gate.update_soon()
-
-    def _not_ahead(self) -> None:
-        if self._ahead is not None:
-            recent, begun = self._ahead
+        for recent, begun in self._counted:
             recent.end(begun)
-            self._ahead = None
+        self._counted = []
+        self._gate.update_soon()
 
 
 class _Waiter(NamedTuple):

@@ -194,15 +194,15 @@ class Pipeline:
     async def _run(
         self, request: ComputeRequest, transport: Transport, admission: Admission
     ) -> None:
-        ticket = None
+        ticket, timings = None, request.timings
         try:
             self.admit()
             ticket = await self.engine.acquire_ticket(request.caller)
             with CancelScope() as scope:
                 if request.counts_receiving and not transport.enforces_deadline:
                     scope.set_deadline(request.deadline)
-                with request.timings.stage("receive"):
-                    key = await transport.head()
+                timings.enter("receive")
+                key = await transport.head()
                 execution = await self.prepare(
                     request,
                     transport.decode,
@@ -215,6 +215,7 @@ class Pipeline:
                     if request.counts_receiving:
                         scope.set_deadline(request.deadline)
                     await transport.fill(execution)
+                    timings.enter(None)
                     if not request.counts_receiving:
                         request.deadline = Deadline.after(request.deadline.allowed_s)
                         scope.set_deadline(request.deadline)
@@ -231,6 +232,7 @@ class Pipeline:
                 finally:
                     await execution.end()
         finally:
+            timings.enter(None)
             admission.end()
             if ticket is not None:
                 ticket.release()
@@ -253,38 +255,35 @@ class Pipeline:
         assert operation is not None  # noqa: S101 - its head has been read
         entry = operation.name, key
         try:
-            with request.timings.stage("decode"):
-                prepared = self._cached(entry)
-                if prepared is None:
-                    decoded = await self.in_thread(decode, body_lease, inline=inline)
-                    fields, regions = decoded.fields, decoded.regions
-                    if uses_stored := "stored" in fields:
-                        named = stored_fields(operation, fields)
-                        fields, regions = await self._find_stored(request, named, fields, regions)
-                    validated, problem = await self.in_thread(
-                        lambda: self._validate(operation, fields, decoded),
-                        body_lease,
-                        inline=inline,
-                    )
-                    if validated.store:
-                        specs = outputs_to_store(validated, problem, regions)
-                        to_store = await call_hub(self.engine, TensorStore.allocate, specs)
-                        outputs = {
-                            name: to_store[validated.store[name]] for name in validated.store
-                        }
-                        regions = {**regions, **outputs}
-                    prepared = _prepared(validated, problem, regions, decoded)
-                    if key is not None and decoded.repeatable and not (uses_stored or to_store):
-                        prepared = self._prepared[entry] = prepared._replace(texts={})
-                        if len(self._prepared) > _MAX_PREPARED:
-                            self._prepared.popitem(last=False)
+            request.timings.enter("decode")
+            prepared = self._prepared.get(entry)
+            if prepared is not None:
+                self._prepared.move_to_end(entry)
+            else:
+                decoded = await self.in_thread(decode, body_lease, inline=inline)
+                fields, regions = decoded.fields, decoded.regions
+                if uses_stored := "stored" in fields:
+                    named = stored_fields(operation, fields)
+                    fields, regions = await self._find_stored(request, named, fields, regions)
+                validated, problem = await self.in_thread(
+                    lambda: self._validate(operation, fields, decoded), body_lease, inline=inline
+                )
+                if validated.store:
+                    specs = outputs_to_store(validated, problem, regions)
+                    to_store = await call_hub(self.engine, TensorStore.allocate, specs)
+                    outputs = {name: to_store[validated.store[name]] for name in validated.store}
+                    regions = {**regions, **outputs}
+                prepared = _prepared(validated, problem, regions, decoded)
+                if key is not None and decoded.repeatable and not (uses_stored or to_store):
+                    prepared = self._prepared[entry] = prepared._replace(texts={})
+                    if len(self._prepared) > _MAX_PREPARED:
+                        self._prepared.popitem(last=False)
+            if prepared.timeout_s is not None:
                 _apply_timeout(request, prepared.timeout_s)
             if ticket is not None:
                 await ticket.charge(prepared.layout.size_bytes, prepared.layout.flops)
-            with request.timings.stage("queue"):
-                lease = await self.engine.reserve(
-                    prepared.layout.size_bytes, regions=prepared.parts
-                )
+            request.timings.enter("queue")
+            lease = await self.engine.reserve(prepared.layout.size_bytes, regions=prepared.parts)
         except BaseException:
             if to_store:
                 await abandon(self.engine, to_store)
@@ -318,12 +317,6 @@ class Pipeline:
         self.draining = True
         self._codecs.shutdown(wait=False, cancel_futures=True)
 
-    def _cached(self, entry: tuple[str, Hashable | None]) -> PreparedRequest | None:
-        prepared = self._prepared.get(entry)
-        if prepared is not None:
-            self._prepared.move_to_end(entry)
-        return prepared
-
     def _validate(
         self, operation: Operation, fields: Fields, decoded: Decoded
     ) -> tuple[Request, Problem]:
@@ -348,9 +341,9 @@ class Pipeline:
         return {**fields, **blanks}, {**regions, **parts}
 
 
-def _apply_timeout(request: ComputeRequest, timeout_s: float | None) -> None:
+def _apply_timeout(request: ComputeRequest, timeout_s: float) -> None:
     """Shorten the deadline to the time limit in the request, counted from its beginning."""
-    if timeout_s is not None and timeout_s < request.deadline.allowed_s:
+    if timeout_s < request.deadline.allowed_s:
         request.deadline = Deadline(request.timings.started_s + timeout_s, timeout_s)
         request.counts_receiving = True
 

@@ -4,36 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import Awaitable, Callable, Hashable
-from dataclasses import dataclass, field, replace
+from collections.abc import Awaitable, Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 
-from convgrad.contract import OPERATIONS, Operation
-from convgrad.errors import ProblemTooLarge, ServiceError
+from convgrad.contract import OPERATIONS
+from convgrad.errors import ProblemTooLarge
 from convgrad_service.engine.admission import Deadline
 from convgrad_service.engine.execution import Execution
 from convgrad_service.engine.memory.arena import Lease
 from convgrad_service.engine.pipeline import Pipeline
 from convgrad_service.engine.request import SMALL_BYTES, ComputeRequest, Decoded
-from convgrad_service.engine.shm.registry import RegionPart
 from convgrad_service.engine.telemetry.record import RequestContext
 from convgrad_service.grpc_api.exchange import Call
 from convgrad_service.grpc_api.limits import MessageReader, PendingResponses
 from convgrad_service.grpc_api.wire import (
     Part,
+    cut_infer_request,
     encode_head,
     encode_tensors,
     in_stream_response,
-    is_compressed,
     read_infer_request,
-    request_names,
     response_id,
-    split_small_request,
 )
-from convgrad_service.oip.fields import SharedMemory, array_or_blank, input_view, request_fields
+from convgrad_service.oip.fields import SharedMemory, array_or_blank, request_fields
 from convgrad_service.oip.request import InferRequest, Span
 from convgrad_service.problems import Problem
 from convgrad_service.server.settings import Settings
@@ -54,8 +50,8 @@ _UNKNOWN = "unknown"
 class Message:
     """One serialized request, freed once its tensors have been copied into the arena.
 
-    ``receive`` returns its bytes, unless they have been received already. ``filled`` is set once it
-    has been freed.
+    ``receive`` returns its bytes, unless they have been received already. ``model`` and ``id`` are
+    set as far as they can be read, ``filled`` once it has been freed.
     """
 
     def __init__(
@@ -65,58 +61,18 @@ class Message:
         self.model = self.id = ""
         self.filled = asyncio.Event()
 
-    def read(self) -> InferRequest:
-        """Parse the request; set ``model`` and ``id`` as far as they can be read."""
-        try:
-            request = read_infer_request(self.body)
-        except ServiceError:
-            self.model, self.id = request_names(self.body)
-            raise
-        self.model, self.id = request.operation.name, request.id
-        return request
-
 
 @dataclass(frozen=True, slots=True)
 class _InferData:
-    """Cached for requests with the same key: the request without its id, and the names of the
-    inputs in raw_input_contents, or None if the next message may hold other inputs there.
-    ``sends`` is filled by the first answer, see `encode_tensors`."""
+    """What requests with the same key share.
+
+    ``raw_inputs`` are the inputs whose elements are in raw_input_contents, in their order;
+    ``sends`` says which outputs an answer sends, once there was one.
+    """
 
     request: InferRequest
-    raw_inputs: tuple[str, ...] | None = None
+    raw_inputs: tuple[str, ...]
     sends: dict[str, bool] = field(default_factory=dict)
-
-
-class _SmallMessage(NamedTuple):
-    """A small message: the tensors and the id in it, and a cache key of all else."""
-
-    operation: Operation | None
-    id: str
-    raw_inputs: list[bytes]
-    key: tuple[str, bytes, tuple[int, ...], str]
-
-    @classmethod
-    def of(cls, body: bytes, owner: str) -> _SmallMessage | None:
-        """Parse a message; None if it is not a ModelInferRequest."""
-        if (found := split_small_request(body)) is None:
-            return None
-        model, request_id, raw_inputs, rest = found
-        key = "ModelInfer", rest, tuple(map(len, raw_inputs)), owner
-        return cls(OPERATIONS.get(model), request_id, raw_inputs, key)
-
-    def is_known_to(self, pipeline: Pipeline) -> bool:
-        """Return whether the pipeline has cached what depends on the key alone."""
-        return self.operation is not None and pipeline.knows(self.operation, self.key)
-
-    def data_for(self, request: InferRequest) -> _InferData | None:
-        """Return the data for requests with the same key; None if they must not be cached."""
-        sources = [tensor.source for tensor in request.inputs]
-        if len(self.key[1]) > _MAX_KEY_BYTES or not all(
-            isinstance(source, Span | RegionPart) for source in sources
-        ):
-            return None
-        names = (tensor.name for tensor in request.inputs if isinstance(tensor.source, Span))
-        return _InferData(replace(request, id=""), tuple(names))
 
 
 class InferTransport:
@@ -142,10 +98,9 @@ class InferTransport:
         self._pipeline, self._memory = pipeline, shared_memory
         self._reader, self._context, self._message = reader, context, message
         self._reply, self._in_stream = send, in_stream
-        self._small: _SmallMessage | None = None
         self._held_bytes = 0
+        self._raw: Sequence[Span] = ()
         self._parsed: InferRequest
-        self._data: _InferData
         self.request = ComputeRequest(None, deadline, context.timings, context.caller)
 
     async def run(self) -> None:
@@ -157,58 +112,53 @@ class InferTransport:
 
     async def head(self) -> Hashable | None:
         """Receive the message, which grpcio hands over whole."""
-        owner, message = self._context.owner, self._message
+        context, message = self._context, self._message
         if message.receive is not None:
             message.body = await message.receive()
-        if is_compressed(message.body):
-            message.body = await self._reader.decompress(message.body)
-        size_bytes = self._context.received_bytes = len(message.body)
-        key: Hashable | None = None
-        if size_bytes <= SMALL_BYTES and not self._in_stream:
-            self._small = _SmallMessage.of(message.body, owner)
-            if self._small is not None and self._small.is_known_to(self._pipeline):
-                self.request.operation, key = self._small.operation, self._small.key
-        if key is None:
-            parsed = self._parsed = message.read()
-            self.request.operation = parsed.operation
-            self._data = _InferData(parsed)
-            if self._small is not None and (data := self._small.data_for(parsed)) is not None:
-                key, self._data = self._small.key, data
-        assert self.request.operation is not None  # noqa: S101 - set above
-        self._context.operation = self.request.operation.name
+        size_bytes = context.received_bytes = len(message.body)
+        cut = cut_infer_request(message.body)
+        message.model, message.id, rest, self._raw = cut
+        operation, key = OPERATIONS.get(cut.model), None
+        if len(rest) <= _MAX_KEY_BYTES:
+            sizes = tuple([span.size_bytes for span in self._raw])
+            key = "gRPC", self._in_stream, rest, sizes, context.owner
+        if operation is None or key is None or not self._pipeline.knows(operation, key):
+            self._parsed = read_infer_request(cut)
+            operation = self._parsed.operation
+        self.request.operation, context.operation = operation, operation.name
         self._reader.hold(size_bytes)
         self._held_bytes = size_bytes
         return key
 
     def decode(self) -> Decoded:
         request = self._parsed
+        raw = tuple(each.name for each in request.inputs if isinstance(each.source, Span))
         return Decoded(
             request_fields(request, array_or_blank),
             regions=self._memory.parts(self._context.owner, request.regions),
             refuse=lambda _, problem: _refuse_above_message(request, problem),
             timeout_s=request.timeout_s,
-            transport_data=self._data,
+            transport_data=_InferData(request, raw),
+            # Elements in the head would be part of its key.
+            repeatable=not request.arrays,
         )
 
     async def fill(self, execution: Execution) -> None:
         data: _InferData = execution.transport_data
-        body, self._message.body = self._message.body, b""
-        with self.request.timings.stage("decode"):
-            if data.raw_inputs is not None and self._small is not None:
-                views = execution.input_views()
-                for name, raw in zip(data.raw_inputs, self._small.raw_inputs, strict=True):
-                    if name in views:
-                        views[name][:] = raw
-            else:
-                await execution.fill(
-                    {
-                        tensor.name: tensor.source
-                        if isinstance(tensor.source, np.ndarray)
-                        else input_view(body, tensor)
-                        for tensor in data.request.inputs
-                        if isinstance(tensor.source, np.ndarray | Span)
-                    }
-                )
+        body, self._message.body = memoryview(self._message.body), b""
+        self.request.timings.enter("decode")
+        views = execution.input_views()
+
+        def copy() -> None:
+            for name, span in zip(data.raw_inputs, self._raw, strict=True):
+                if name in views:
+                    source = body[span.start : span.start + span.size_bytes]
+                    np.copyto(np.asarray(views[name]), np.asarray(source))
+
+        small = len(body) <= SMALL_BYTES
+        await self._pipeline.in_thread(copy, execution.lease, inline=small)
+        if data.request.arrays:
+            await execution.fill(data.request.arrays)
         self.close()
         self._message.filled.set()
 
@@ -226,15 +176,16 @@ class InferTransport:
         if not data.sends:
             names = request.answer_names(outputs)
             data.sends.update({name: request.sends(name) for name in names})
-        with self.request.timings.stage("encode"):
-            head = execution.text(
-                partial(encode_head, request, outputs, in_stream=self._in_stream), _DOUBLE.pack
-            )
-            if self._small is not None and self._small.id:
-                head += response_id(self._small.id)
-            parts = [head, *encode_tensors(data.sends, outputs)]
-            if self._in_stream:
-                parts = in_stream_response(parts)
+        self.request.timings.enter("encode")
+        head = execution.text(
+            partial(encode_head, request, outputs, in_stream=self._in_stream), _DOUBLE.pack
+        )
+        if self._message.id:
+            head += response_id(self._message.id)
+        parts = [head, *encode_tensors(data.sends, outputs)]
+        if self._in_stream:
+            parts = in_stream_response(parts)
+        self.request.timings.enter(None)
         self._context.sent_bytes += sum(map(len, parts))
         await self._reply(parts)
 

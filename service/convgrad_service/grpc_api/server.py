@@ -239,7 +239,9 @@ def _options(settings: Settings) -> list[tuple[str, int]]:
     return [
         ("grpc.max_receive_message_length", int(settings.grpc_max_message_bytes)),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-        ("grpc.per_message_decompression", 0),  # see wire.py
+        # grpcio would decompress any number of messages at a time, each to the largest size.
+        ("grpc.per_message_decompression", 0),
+        ("grpc.compression_enabled_algorithms_bitset", 1),  # none
         ("grpc.max_metadata_size", int(settings.max_header_bytes)),
         ("grpc.absolute_max_metadata_size", int(settings.max_header_bytes)),
         ("grpc.max_concurrent_streams", _MAX_STREAMS),

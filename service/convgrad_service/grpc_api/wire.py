@@ -1,11 +1,7 @@
-"""Messages of the Open Inference Protocol: classes, decompression, and inference without copies.
+"""Messages of the Open Inference Protocol: their classes, and inference without copies.
 
 The classes have their own descriptor pool: in protobuf's default pool their names would collide
 with those of any other copy of the protocol in the process, such as tritonclient's.
-
-grpcio would decompress every message in its own memory, however many at a time: 3.6 MB sent to
-sixty calls took 1.5 GB, and everybody waited for 15 s. So messages are decompressed here (gzip or
-deflate).
 
 Protobuf copies every ``bytes`` field when it parses, and again when the field is read. So the
 tensors, which are fields of the outermost message, are cut out of a request by walking its field
@@ -15,10 +11,9 @@ everything but the tensors, followed by the tensors' fields: fields may come in 
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator, Mapping
 from importlib.resources import files
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from google.protobuf import descriptor_pb2, message_factory
@@ -29,7 +24,7 @@ from numpy.typing import NDArray
 
 from convgrad.contract import Report
 from convgrad.dtypes import DType
-from convgrad.errors import MalformedRequest, PayloadTooLarge
+from convgrad.errors import MalformedRequest
 from convgrad.wire.sentences import shown
 from convgrad.wire.shapes import checked_shape, data_view, dtype_of, reshaped
 from convgrad_service.oip.fields import VERSION, operation_named
@@ -51,12 +46,9 @@ for _file in descriptor_pb2.FileDescriptorSet.FromString(
 ).file:
     _POOL.Add(_file)
 SERVICE: ServiceDescriptor = _POOL.FindServiceByName("inference.GRPCInferenceService")
-# Of messages without tensors, which have a few bytes.
-_MAX_DECOMPRESSED_BYTES = 64 * 1024
-_EITHER_HEADER = zlib.MAX_WBITS + 32
-_GZIP, _ZLIB = b"\x1f\x8b", b"\x78"
 _FINAL = "triton_final_response"
-_RAW_INPUT_CONTENTS, _RAW_OUTPUT_CONTENTS, _INFER_RESPONSE, _RESPONSE_ID = 7, 6, 2, 3
+# The numbers of fields; an id has the same in requests and responses.
+_MODEL_NAME, _ID, _RAW_INPUT_CONTENTS, _RAW_OUTPUT_CONTENTS, _INFER_RESPONSE = 1, 3, 7, 6, 2
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
 # Far more than a request has; each takes a microsecond to walk.
 _MAX_FIELDS = 4096
@@ -72,44 +64,13 @@ _INT64 = 2**63
 Part = bytes | memoryview
 
 
-def is_compressed(message: bytes) -> bool:
-    """Return whether a message begins as gzip or zlib do.
-
-    grpcio does not say so. As protobuf, 0x1f is a tag that no message can have, and 0x78 that of a
-    field 15, which no message of this server has.
-    """
-    head = message[:2]
-    return head == _GZIP or (head[:1] == _ZLIB and int.from_bytes(head, "big") % 31 == 0)
-
-
-def decompress(message: bytes, max_bytes: int) -> bytes:
-    """Decompress a message to at most ``max_bytes``.
-
-    Raises MalformedRequest if it is damaged or incomplete, PayloadTooLarge if it is longer.
-    """
-    decompressor = zlib.decompressobj(_EITHER_HEADER)
-    try:
-        found = decompressor.decompress(message, max_bytes + 1)
-    except zlib.error as error:
-        raise MalformedRequest(f"the compressed message cannot be read: {error}") from None
-    if len(found) > max_bytes:
-        raise PayloadTooLarge(
-            f"the message has more than {max_bytes:,} bytes once decompressed, the maximum"
-        )
-    if not decompressor.eof or decompressor.unused_data:
-        raise MalformedRequest("the compressed message is not complete, or more follows its end")
-    return found
-
-
 def message(name: str) -> Any:
     """Return the class of a message, e.g. ``ModelReadyRequest``."""
     return message_factory.GetMessageClass(_POOL.FindMessageTypeByName(f"inference.{name}"))
 
 
 def parsed(body: bytes, message_class: Any) -> Any:
-    """Parse a message without tensors, which may be compressed; raises MalformedRequest."""
-    if is_compressed(body):
-        body = decompress(body, _MAX_DECOMPRESSED_BYTES)
+    """Parse a message without tensors; raises MalformedRequest."""
     try:
         return message_class.FromString(body)
     except DecodeError:
@@ -120,82 +81,43 @@ _RequestMessage, _ResponseMessage = message("ModelInferRequest"), message("Model
 _StreamResponseMessage = message("ModelStreamInferResponse")
 
 
-def read_infer_request(body: bytes) -> InferRequest:
-    """Parse a ModelInferRequest; its spans refer to ``body``.
+class CutRequest(NamedTuple):
+    """A ModelInferRequest that has not been parsed.
 
-    Raises MalformedRequest if it cannot be parsed or is inconsistent, NotFound for unknown models.
+    ``rest`` is all of the message but its id and its raw_input_contents; ``raw`` is where these are
+    in it.
     """
-    rest, raw = cut_raw_contents(body)
-    try:
-        parsed = _RequestMessage.FromString(rest)
-    except DecodeError:
-        raise MalformedRequest("the message is not a ModelInferRequest") from None
-    operation = operation_named(parsed.model_name, parsed.model_version)
-    reserved = split_reserved(_parameters(parsed.parameters))
-    spans = iter(raw) if raw else None
-    request = InferRequest(
-        operation,
-        parsed.id,
-        tuple(_input(tensor, spans) for tensor in parsed.inputs),
-        tuple(
-            InferOutput(each.name, True, output_region(_parameters(each.parameters), each.name))
-            for each in parsed.outputs
-        ),
-        reserved.operation,
-        timeout_s=reserved.timeout_s,
-    )
-    if left := len(list(spans or ())):
-        raise MalformedRequest(
-            f"raw_input_contents holds {len(raw)} tensors, {left} more than there are inputs for"
-        )
-    return request
+
+    model: str
+    id: str
+    rest: bytes
+    raw: list[Span]
 
 
-def request_names(body: bytes) -> tuple[str, str]:
-    """Return model name and id of a ModelInferRequest, both "" if it cannot be parsed."""
-    try:
-        parsed = _RequestMessage.FromString(cut_raw_contents(body)[0])
-    except (DecodeError, MalformedRequest):
-        return "", ""
-    return parsed.model_name, parsed.id
+def cut_infer_request(body: bytes) -> CutRequest:
+    """Cut id and tensors out of a message.
 
-
-def split_small_request(body: bytes) -> tuple[str, str, list[bytes], bytes] | None:
-    """Return model name, id, raw_input_contents and all else of a ModelInferRequest.
-
-    All else is equal for equal requests. Protobuf copies the tensors: for small messages that takes
-    less time than `cut_raw_contents`. None if it cannot be parsed.
-    """
-    try:
-        parsed = _RequestMessage.FromString(body)
-    except DecodeError:
-        return None
-    found = parsed.model_name, parsed.id, list(parsed.raw_input_contents)
-    parsed.ClearField("id")
-    parsed.ClearField("raw_input_contents")
-    return *found, parsed.SerializeToString(deterministic=True)
-
-
-def cut_raw_contents(body: bytes) -> tuple[bytes, list[Span]]:
-    """Split a ModelInferRequest into the rest and the spans of its raw_input_contents in ``body``.
-
-    Raises MalformedRequest if they are not a sequence of fields, or the rest is too large to parse.
+    Raises MalformedRequest if it is not a sequence of fields, or the rest is too large to parse.
     """
     kept: list[bytes] = []
     spans: list[Span] = []
+    texts = {_MODEL_NAME: b"", _ID: b""}
     at = keep_from = kept_bytes = 0
     for _ in range(_MAX_FIELDS):
         if at >= len(body):
             break
         start = at
-        is_raw, at, size = _field_at(body, at)
+        field, at, size = _field_at(body, at)
         if at + size > len(body):
             raise MalformedRequest(
                 f"the message ends within a field: {len(body) - at:,} of {size:,} bytes"
             )
-        if is_raw:
+        if field in texts:
+            texts[field] = body[at : at + size]
+        if field in (_ID, _RAW_INPUT_CONTENTS):
             kept.append(body[keep_from:start])
             keep_from = at + size
+        if field == _RAW_INPUT_CONTENTS:
             spans.append(Span(at, size))
         else:
             kept_bytes += at + size - start
@@ -208,20 +130,57 @@ def cut_raw_contents(body: bytes) -> tuple[bytes, list[Span]]:
     else:
         raise MalformedRequest(f"the message has more than {_MAX_FIELDS} fields")
     kept.append(body[keep_from:])
-    return b"".join(kept), spans
+    try:
+        return CutRequest(texts[_MODEL_NAME].decode(), texts[_ID].decode(), b"".join(kept), spans)
+    except UnicodeDecodeError:
+        raise MalformedRequest("the message is not a ModelInferRequest") from None
 
 
-def _field_at(body: bytes, at: int) -> tuple[bool, int, int]:
-    """Return whether the field is raw_input_contents, where its value begins, and its size."""
+def read_infer_request(cut: CutRequest) -> InferRequest:
+    """Parse a ModelInferRequest, without its id.
+
+    Raises MalformedRequest if it cannot be parsed or is inconsistent, NotFound for unknown models.
+    """
+    try:
+        parsed = _RequestMessage.FromString(cut.rest)
+    except DecodeError:
+        raise MalformedRequest("the message is not a ModelInferRequest") from None
+    operation = operation_named(parsed.model_name, parsed.model_version)
+    reserved = split_reserved(_parameters(parsed.parameters))
+    spans = iter(cut.raw) if cut.raw else None
+    request = InferRequest(
+        operation,
+        "",
+        tuple(_input(tensor, spans) for tensor in parsed.inputs),
+        tuple(
+            InferOutput(each.name, True, output_region(_parameters(each.parameters), each.name))
+            for each in parsed.outputs
+        ),
+        reserved.operation,
+        timeout_s=reserved.timeout_s,
+    )
+    if left := len(list(spans or ())):
+        raise MalformedRequest(
+            f"raw_input_contents holds {len(cut.raw)} tensors, {left} more than there are inputs "
+            "for"
+        )
+    return request
+
+
+def _field_at(body: bytes, at: int) -> tuple[int, int, int]:
+    """Return the number of a field, where its value begins, and its size.
+
+    The number is 0 if the value is not delimited by its length.
+    """
     tag, value_at = _varint(body, at)
     kind = tag & 7
     if kind == _LENGTH:
         size, value_at = _varint(body, value_at)
-        return tag >> 3 == _RAW_INPUT_CONTENTS, value_at, size
+        return tag >> 3, value_at, size
     if kind == _VARINT:
-        return False, _varint(body, value_at)[1], 0
+        return 0, _varint(body, value_at)[1], 0
     if kind in (_FIXED64, _FIXED32):
-        return False, value_at, 8 if kind == _FIXED64 else 4
+        return 0, value_at, 8 if kind == _FIXED64 else 4
     raise MalformedRequest(f"the message has a field of wire type {kind} at byte {at}")
 
 
@@ -232,16 +191,17 @@ def encode_head(
     *,
     in_stream: bool = False,
 ) -> bytes:
-    """Encode a ModelInferResponse without `encode_tensors`.
+    """Encode a ModelInferResponse without `encode_tensors` and `response_id`.
 
     With ``in_stream`` it is marked as the last of its request.
     """
-    head = _ResponseMessage(model_name=request.operation.name, model_version=VERSION, id=request.id)
+    head = _ResponseMessage(model_name=request.operation.name, model_version=VERSION)
     for name, value in report.model_dump().items():
         _set_parameter(head.parameters[name], value)
     if in_stream:
         head.parameters[_FINAL].bool_param = True
-    for name, array in request.answer_outputs(outputs).items():
+    for name in request.answer_names(outputs):
+        array = outputs[name]
         output = head.outputs.add(
             name=name, datatype=protocol_name(dtype_of(array)), shape=array.shape
         )
@@ -282,7 +242,7 @@ def encode_stream_error(model: str, request_id: str, detail: str) -> bytes:
 def response_id(request_id: str) -> bytes:
     """Encode the id of a ModelInferResponse, to be appended to the rest of it."""
     text = request_id.encode()
-    return _length_prefix(_RESPONSE_ID, len(text)) + text
+    return _length_prefix(_ID, len(text)) + text
 
 
 def _set_parameter(parameter: Any, value: Any) -> None:
@@ -354,6 +314,8 @@ def _parameters(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 def _varint(body: bytes, at: int) -> tuple[int, int]:
     """Return the varint at ``at``, and its end."""
+    if at < len(body) and body[at] < 0x80:
+        return body[at], at + 1
     value = shift = 0
     while shift < 64:
         if at >= len(body):

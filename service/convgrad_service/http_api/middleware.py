@@ -91,14 +91,6 @@ class ExchangeMiddleware:
         if self.traces is not None:
             context.trace = _trace(scope)
             self.traces.begin(context)
-        try:
-            await self._run(scope, receive, send, context)
-        finally:
-            self._record(scope, context)
-
-    async def _run(
-        self, scope: Scope, receive: Receive, send: Send, context: RequestContext
-    ) -> None:
         exchange = _Exchange(scope, receive, send, context, self.pipeline)
         path = _route_path(scope)
         try:
@@ -122,6 +114,8 @@ class ExchangeMiddleware:
                 context.code = "internal"
                 raise
             await exchange.refuse(internal(context.request_id))
+        finally:
+            self._record(scope, context)
 
     def _record(self, scope: Scope, context: RequestContext) -> None:
         # A bad key is refused before the operation is known.
@@ -175,17 +169,6 @@ def _span(scope: Scope, context: RequestContext) -> tuple[str, dict[str, Any]]:
         if server[1] is not None:
             attributes["server.port"] = server[1]
     return f"{method} {path}", attributes
-
-
-def _context_headers(context: RequestContext) -> list[tuple[bytes, bytes]]:
-    """Return the headers that every answer has."""
-    headers = [
-        (b"x-request-id", context.request_id.encode("latin-1")),
-        (b"server-timing", context.server_timing().encode()),
-    ]
-    if (span := context.traceresponse) is not None:
-        headers.append((b"traceresponse", span.encode()))
-    return headers
 
 
 def _route_path(scope: Scope) -> str:
@@ -262,12 +245,18 @@ class _Exchange:
                 await self._drop_body(_MODEST_BODY_WAIT_S)
             # After a 408 nothing more arrives.
             self._linger = message["status"] != 408 and self._body_unread
-        headers: list[Any] = list(message.get("headers", []))
-        headers += _context_headers(self._context)
+        context = self._context
+        headers = [
+            *message.get("headers", []),
+            (b"x-request-id", context.request_id.encode("latin-1")),
+            (b"server-timing", context.server_timing().encode()),
+        ]
+        if (span := context.traceresponse) is not None:
+            headers.append((b"traceresponse", span.encode()))
         # While the server drains, a client that kept its connection would never be sent elsewhere.
         if self._body_unread or self._pipeline.leaving:
             headers.append((b"connection", b"close"))
-        self._context.status = message["status"]
+        context.status = message["status"]
         return {**message, "headers": headers}
 
     async def _drop_body(self, patience_s: float) -> None:

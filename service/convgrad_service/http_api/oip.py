@@ -11,6 +11,7 @@ import binascii
 import re
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, get_args
 
 from fastapi import APIRouter, FastAPI, Request
@@ -151,9 +152,7 @@ class InferTransport(HttpTransport):
     def encode(self, execution: Execution) -> tuple[Headers, Sequence[Chunk]]:
         request: InferRequest = execution.transport_data.request
         outputs = execution.outputs
-        text = execution.text(
-            lambda report: encode_answer(request, outputs, report)[0], json_seconds
-        )
+        text = execution.text(partial(encode_answer, request, outputs), json_seconds)
         if self._id:
             text = b'{"id":"' + self._id + b'",' + text[1:]
         binary = binary_outputs(request, outputs)

@@ -13,7 +13,7 @@ import re
 import uuid
 from asyncio.events import TimerHandle
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, cast
+from typing import ClassVar
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import (
@@ -156,7 +156,7 @@ class GuardedProtocol(HttpToolsProtocol):
         except HeadRefused as error:
             self._refusal = error
             raise
-        exchange = cast(dict[str, Any], self.scope)[CONNECTION] = Connection(self)
+        exchange = self.scope[CONNECTION] = Connection(self)  # type: ignore[literal-required]
         if len(self.pipeline) >= _MAX_PIPELINED:
             # One read may hold ten thousand tiny requests, all of which would be prepared here.
             detail = f"{_MAX_PIPELINED} requests wait on this connection, the maximum"
@@ -170,7 +170,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self.headers = []
         exchange.cycle = self.cycle
         if self.scope["method"] != "HEAD":  # whose answer has no body
-            self.cycle.transport = cast(asyncio.Transport, CoalescedWriter(self.transport))
+            self.cycle.transport = CoalescedWriter(self.transport)  # type: ignore[assignment]
 
     def on_body(self, body: bytes) -> None:
         self._parts += 1

@@ -164,13 +164,13 @@ class HttpTransport(Transport):
         content: Content = execution.transport_data
         body, timings = self.body, self.request.timings
         if content.sources:
-            with timings.stage("decode"):
-                await execution.fill(content.sources, body_lease=self.text.lease)
+            timings.enter("decode")
+            await execution.fill(content.sources, body_lease=self.text.lease)
         if body is not None and (content.spans or not body.ended):
+            timings.enter("receive")
             views = execution.input_views()
             targets = [views.get(name, size_bytes) for name, size_bytes in content.spans]
-            with timings.stage("receive"):
-                await body.read_into(targets, skip=len(self.text.data))
+            await body.read_into(targets, skip=len(self.text.data))
         self.text.release()
 
     def watch(self, on_disconnect: Callable[[], None] | None) -> None:
@@ -187,14 +187,13 @@ class HttpTransport(Transport):
         raise NotImplementedError
 
     async def send(self, execution: Execution) -> None:
-        outputs = execution.layout.outputs
-        held = sum(tensor.spec.size_bytes for tensor in outputs if tensor.offset is not None)
-        with self.request.timings.stage("encode"):
-            headers, chunks = await self.pipeline.in_thread(
-                lambda: self.encode(execution),
-                execution.lease,
-                inline=held <= SMALL_BYTES,
-            )
+        self.request.timings.enter("encode")
+        headers, chunks = await self.pipeline.in_thread(
+            lambda: self.encode(execution),
+            execution.lease,
+            inline=execution.layout.output_bytes <= SMALL_BYTES,
+        )
+        self.request.timings.enter(None)
         await self.respond(headers, chunks)
 
     async def respond(self, headers: Headers, chunks: Sequence[Chunk]) -> None:
@@ -274,12 +273,12 @@ async def send_chunks(
     When it returns, nothing refers to the chunks' memory any longer: they have been sent, or copied
     behind a server without a `Connection`. ``in_thread`` runs deferred encoding.
     """
-    length = sum(len(chunk) for chunk in chunks)
+    length = sum(map(len, chunks))
     headers = [*headers, (b"content-length", str(length).encode())]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     if length <= SMALL_BYTES:
         body = b"".join(
-            chunk.encoded() if isinstance(chunk, LazyBase64) else chunk for chunk in chunks
+            [chunk.encoded() if isinstance(chunk, LazyBase64) else chunk for chunk in chunks]
         )
         await send({"type": "http.response.body", "body": body, "more_body": False})
         return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal
 
@@ -12,12 +11,11 @@ from numpy.typing import NDArray
 from convgrad.contract import OPERATIONS, Operation
 from convgrad.errors import MalformedRequest, NotFound, UnsupportedProblem
 from convgrad.wire.sentences import shown
-from convgrad.wire.shapes import Buffer
 from convgrad_service.engine.engine import Engine, call_hub
 from convgrad_service.engine.hub import Hub
 from convgrad_service.engine.request import blank
 from convgrad_service.engine.shm.registry import RegionInfo, RegionPart, RegionRegistry
-from convgrad_service.oip.request import InferInput, InferRequest, Span, parse_parameters
+from convgrad_service.oip.request import InferInput, InferRequest, parse_parameters
 from convgrad_service.server.settings import Settings
 
 VERSION = "1"
@@ -95,19 +93,6 @@ def array_or_blank(tensor: InferInput) -> NDArray[Any]:
     if isinstance(source, np.ndarray):
         return source
     return blank(tensor.shape, tensor.dtype, name=tensor.name)
-
-
-def input_view(buffer: Buffer, tensor: InferInput) -> NDArray[Any]:
-    """Return an input as a read-only view of ``buffer``, which need not be aligned."""
-    source = tensor.source
-    if not isinstance(source, Span):
-        assert isinstance(source, np.ndarray)  # noqa: S101 - a message holds no other form
-        return source
-    count = math.prod(tensor.shape)
-    array: NDArray[Any] = np.frombuffer(buffer, tensor.dtype.numpy, count, source.start)
-    array = array.reshape(tensor.shape)
-    array.flags.writeable = False
-    return array
 
 
 class SharedMemory:

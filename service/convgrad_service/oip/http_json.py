@@ -265,20 +265,23 @@ def refuse_in_json(request: InferRequest, problem: Problem) -> None:
 
 def binary_outputs(request: InferRequest, outputs: Mapping[str, NDArray[Any]]) -> list[memoryview]:
     """Return the outputs that follow the JSON of the answer to ``request``, as views."""
-    names = request.answer_names(outputs)
-    sent = (name for name in names if request.sends(name) and request.wants_binary(name))
-    return [data_view(outputs[name]) for name in sent]
+    return [
+        data_view(outputs[name])
+        for name in request.answer_names(outputs)
+        if request.sends(name) and request.wants_binary(name)
+    ]
 
 
 def encode_answer(
     request: InferRequest, outputs: Mapping[str, NDArray[Any]], report: Report
-) -> tuple[bytes, *tuple[memoryview, ...]]:
-    """Return the JSON of the answer to ``request``, and its `binary_outputs`.
+) -> bytes:
+    """Return the JSON of the answer to ``request``, which its `binary_outputs` follow.
 
     The elements of outputs in shared memory or in the tensor store are not read.
     """
     described: list[bytes] = []
-    for name, array in request.answer_outputs(outputs).items():
+    for name in request.answer_names(outputs):
+        array = outputs[name]
         tensor: dict[str, Any] = {
             "name": name,
             "datatype": protocol_name(dtype_of(array)),
@@ -300,5 +303,4 @@ def encode_answer(
         "model_version": VERSION,
         "parameters": report.model_dump(),
     }
-    text = dumps(head)[:-1] + b',"outputs":[' + b",".join(described) + b"]}"
-    return text, *binary_outputs(request, outputs)
+    return dumps(head)[:-1] + b',"outputs":[' + b",".join(described) + b"]}"

@@ -11,8 +11,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, TypeVar
 
+import numpy as np
 from numpy.typing import NDArray
 
 from convgrad.contract import Operation
@@ -213,7 +215,7 @@ class InferOutput:
     region: RegionPart | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class InferRequest:
     """One inference request.
 
@@ -238,16 +240,16 @@ class InferRequest:
             [wanted.name for wanted in self.outputs], operation.outputs, "output", operation
         )
 
-    def output(self, name: str) -> InferOutput:
-        """Return how an output is requested, or else would be by default."""
-        by_default = InferOutput(name, self.binary_by_default)
-        return next((wanted for wanted in self.outputs if wanted.name == name), by_default)
+    @cached_property
+    def _wanted(self) -> Mapping[str, InferOutput]:
+        return {wanted.name: wanted for wanted in self.outputs}
 
     def wants_binary(self, output: str) -> bool:
         """Whether ``output`` is to be sent as raw bytes."""
-        return self.output(output).binary
+        wanted = self._wanted.get(output)
+        return self.binary_by_default if wanted is None else wanted.binary
 
-    @property
+    @cached_property
     def store(self) -> Mapping[str, str]:
         """The outputs to be stored on the server, with their names there."""
         found = (
@@ -255,13 +257,15 @@ class InferRequest:
         )
         return found if isinstance(found, dict) else {}
 
-    def answer_names(self, computed: Iterable[str]) -> list[str]:
+    def answer_names(self, computed: Iterable[str]) -> Iterable[str]:
         """Return the outputs that the answer holds: those requested, in order, or all."""
-        return [wanted.name for wanted in self.outputs] or list(computed)
+        return self._wanted or computed
 
-    def answer_outputs(self, outputs: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-        """Return the arrays of `answer_names`."""
-        return {name: outputs[name] for name in self.answer_names(outputs)}
+    @cached_property
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """The inputs whose elements were numbers in the head."""
+        inputs = ((tensor.name, tensor.source) for tensor in self.inputs)
+        return {name: source for name, source in inputs if isinstance(source, np.ndarray)}
 
     @property
     def regions(self) -> Mapping[str, RegionPart]:
@@ -274,7 +278,8 @@ class InferRequest:
 
     def sends(self, output: str) -> bool:
         """Whether the answer contains the elements of ``output``."""
-        return output not in self.store and self.output(output).region is None
+        wanted = self._wanted.get(output)
+        return output not in self.store and (wanted is None or wanted.region is None)
 
 
 def _check_names(names: list[str], known: tuple[str, ...], what: str, operation: Operation) -> None:

@@ -1,10 +1,10 @@
 """Our server, all its processes, on the ports of the command line; in its worker `Sums`, or the
-backend that is named there too. What is small it computes on the spot, unless a last word says
-that all is to be computed ``by-workers``."""
+backend that is named there too. What is small it computes on the event loop, unless a word says
+that all is to be computed ``by-workers``. ``--without NAME`` takes out one of its `SHORTCUTS`."""
 
 from __future__ import annotations
 
-import sys
+import argparse
 from functools import partial
 
 import uvloop
@@ -15,25 +15,31 @@ from convgrad_service.server.http_server import listening_socket
 from convgrad_service.server.process_tree import ProcessTree, run_until_signalled
 from convgrad_service.server.settings import Settings
 from tests.perf.serve.backend import BACKENDS
+from tests.perf.serve.shortcuts import SHORTCUTS
 
 BY_WORKERS = "by-workers"
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("http_port", type=int)
+    parser.add_argument("grpc_port", type=int)
+    parser.add_argument("words", nargs="*", choices=[*BACKENDS, BY_WORKERS], default="sums")
+    parser.add_argument("--without", choices=SHORTCUTS)
+    given = parser.parse_args()
+    if given.without is not None:
+        SHORTCUTS[given.without].remove()
     settings = Settings(
-        http_port=int(sys.argv[1]),
-        grpc_port=int(sys.argv[2]),
+        http_port=given.http_port,
+        grpc_port=given.grpc_port,
         system_shared_memory=True,
         log_level="error",
     )
-    named = [word for word in sys.argv[3:] if word != BY_WORKERS]
-    backend = BACKENDS[named[0] if named else "sums"]
-    beside = (
-        None if sys.argv[-1] == BY_WORKERS else InlineBackend(backend(0).name, partial(backend, 0))
-    )
+    (make,) = [BACKENDS[word] for word in given.words if word in BACKENDS] or [BACKENDS["sums"]]
+    beside = None if BY_WORKERS in given.words else InlineBackend(make(0).name, partial(make, 0))
     prepare = partial(prepare_process, settings)
     prepare()
-    recipe = WorkerRecipe(backend, settings.compute_slots, prepare, beside)
+    recipe = WorkerRecipe(make, settings.compute_slots, prepare, beside)
     with listening_socket(settings.http_host, settings.http_port) as listening:
         tree = ProcessTree(settings, listening, recipe)
         uvloop.run(run_until_signalled(tree, lambda port: None))

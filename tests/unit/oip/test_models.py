@@ -12,7 +12,7 @@ import pytest
 from convgrad.contract import OPERATIONS, Report, validate
 from convgrad.errors import MalformedRequest, ProblemTooLarge
 from convgrad_service.engine.telemetry.record import Record, RequestMetrics
-from convgrad_service.oip.http_json import encode_answer, refuse_in_json
+from convgrad_service.oip.http_json import binary_outputs, encode_answer, refuse_in_json
 from convgrad_service.oip.models import (
     model_config,
     model_metadata,
@@ -105,8 +105,9 @@ def test_answers_with_numbers_and_binary_data() -> None:
         InferOutput("grad_input", False),
         InferOutput("grad_bias", False),
     ]
-    text, *binary = encode_answer(request(*wanted, binary=False), OUTPUTS, REPORT)
-    head = json.loads(text)
+    asked = request(*wanted, binary=False)
+    binary = binary_outputs(asked, OUTPUTS)
+    head = json.loads(encode_answer(asked, OUTPUTS, REPORT))
     assert head["id"] == "7"
     assert (head["model_name"], head["model_version"]) == ("conv_backward", "1")
     assert head["parameters"]["kernel"] == "k"
@@ -120,9 +121,9 @@ def test_answers_with_numbers_and_binary_data() -> None:
 
 
 def test_answers_without_binary_data_are_json_alone() -> None:
-    (text,) = encode_answer(request(binary=False), {"grad_bias": OUTPUTS["grad_bias"]}, REPORT)
+    text = encode_answer(request(binary=False), {"grad_bias": OUTPUTS["grad_bias"]}, REPORT)
     assert json.loads(text)["outputs"][0]["shape"] == [9000]
-    (empty,) = encode_answer(request(binary=False), {"grad_bias": np.empty(0, np.int32)}, REPORT)
+    empty = encode_answer(request(binary=False), {"grad_bias": np.empty(0, np.int32)}, REPORT)
     assert json.loads(empty)["outputs"][0]["data"] == []
 
 

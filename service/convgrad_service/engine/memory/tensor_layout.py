@@ -132,6 +132,8 @@ class TensorLayout:
         The number of parts that the problem is split in.
     partial_sums
         The buffers for outputs that are sums over the problem's parts, see `PartialSums`.
+    output_bytes
+        The size of the outputs that are in the lease.
     flops, compulsory_bytes
         The problem's.
     cost
@@ -146,6 +148,7 @@ class TensorLayout:
     outputs: tuple[PlacedTensor, ...]
     partial_sums: tuple[PlacedTensor, ...]
     size_bytes: int
+    output_bytes: int
     flops: int
     compulsory_bytes: int
     cost: float
@@ -189,6 +192,7 @@ def tensor_layout_of(
             for (name, each), start in zip(sums.items(), starts[len(specs) :], strict=True)
         ),
         size_bytes,
+        sum(spec.size_bytes for name, spec in problem.outputs.items() if name in offsets),
         problem.flops,
         problem.compulsory_bytes,
         float(min(problem.flops + _FLOPS_PER_BYTE * problem.compulsory_bytes, 10**300)),

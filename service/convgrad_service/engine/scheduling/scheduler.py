@@ -372,7 +372,9 @@ class Scheduler:
         ]
         if not able or now_s >= task.deadline_s:
             return False
-        worker = min(able, key=lambda each: (len(self._running[each]), -each.has_used(task.job)))
+        worker = able[0]
+        if len(able) > 1:
+            worker = min(able, key=lambda by: (len(self._running[by]), -by.has_used(task.job)))
         self._running[worker].append(task)
         task.worker, task.started_s = worker, now_s
         worker.start(task)

@@ -54,38 +54,26 @@ class Timings:
         self.stages_s: dict[str, float] = {}
         self.intervals: list[tuple[str, float, float]] | None = None
         self.flops = self.compulsory_bytes = 0
+        self._stage: str | None = None
+        self._since_s = self.started_s
 
-    def add(self, stage: str, seconds: float, began_s: float | None = None) -> None:
-        """Add ``seconds`` to ``stage``; by default the interval ends now."""
+    def add(self, stage: str, seconds: float, began_s: float) -> None:
+        """Add ``seconds`` to ``stage``."""
         self.stages_s[stage] = self.stages_s.get(stage, 0.0) + seconds
         if self.intervals is not None:
-            if began_s is None:
-                began_s = time.monotonic() - seconds
             self.intervals.append((stage, began_s, seconds))
 
-    def stage(self, stage: str) -> _Stage:
-        """Return a context manager that adds the time of its block to ``stage``."""
-        return _Stage(self, stage)
+    def enter(self, stage: str | None) -> None:
+        """Begin a stage, or none, and end the one before."""
+        now_s = time.monotonic()
+        if self._stage is not None:
+            self.add(self._stage, now_s - self._since_s, self._since_s)
+        self._stage, self._since_s = stage, now_s
 
     @property
     def total_s(self) -> float:
         """Seconds since the request began."""
         return time.monotonic() - self.started_s
-
-
-class _Stage:
-    """A class because a generator would take as long as a small request's whole stage."""
-
-    __slots__ = ("_began_s", "_name", "_timings")
-
-    def __init__(self, timings: Timings, name: str) -> None:
-        self._timings, self._name = timings, name
-
-    def __enter__(self) -> None:
-        self._began_s = time.monotonic()
-
-    def __exit__(self, *_: object) -> None:
-        self._timings.add(self._name, time.monotonic() - self._began_s, self._began_s)
 
 
 @dataclass(slots=True)
@@ -247,10 +235,6 @@ class Histogram:
         self.counts = [0] * (len(SECONDS) + 1)
         self.total_s = 0.0
 
-    def observe(self, seconds: float) -> None:
-        self.counts[bisect_left(SECONDS, seconds)] += 1
-        self.total_s += seconds
-
     def add(self, other: Histogram) -> None:
         self.counts = [mine + its for mine, its in zip(self.counts, other.counts, strict=True)]
         self.total_s += other.total_s
@@ -297,11 +281,10 @@ class RequestMetrics:
         counters.sent_bytes += record.sent_bytes
         counters.flops += record.flops
         counters.compulsory_bytes += record.compulsory_bytes
-        spent = counters.spent
-        spent["request"].observe(record.total_s)
-        for stage, seconds in record.stages_s.items():
-            if (histogram := spent.get(stage)) is not None:
-                histogram.observe(seconds)
+        for stage, seconds in (("request", record.total_s), *record.stages_s.items()):
+            histogram = counters.spent[stage]
+            histogram.counts[bisect_left(SECONDS, seconds)] += 1
+            histogram.total_s += seconds
         if record.key:
             self._count_key(record)
 

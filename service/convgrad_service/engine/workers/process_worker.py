@@ -139,8 +139,10 @@ class ProcessWorker:
 
     def start(self, task: Task) -> None:
         number, job = next(self._numbers), task.job
-        new = self._send_regions(job.regions) if job.regions else ()
-        self._used.update((each.region, each.version) for each in job.regions if each.stored)
+        new: Sequence[NewRegion] = ()
+        if job.regions:
+            new = self._send_regions(job.regions)
+            self._used.update((each.region, each.version) for each in job.regions if each.stored)
         slot, packed = interned = self._layouts.intern(job.layout.packed)
         if packed is not None:
             self._brief.discard(slot)

@@ -57,7 +57,7 @@ def test_series_match_prometheus_client(seed: int) -> None:
                 transport,
                 code,
                 spent_s,
-                {"queue": queue_s, "x": 1.0},
+                {"queue": queue_s},
                 size,
                 7,
                 flops=size,
