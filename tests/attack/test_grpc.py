@@ -25,7 +25,7 @@ from tests.support.tls_files import TlsFiles
 from tests.support.tree_server import descriptors, until
 
 LARGEST_WINDOW = 2**31 - 1
-INVALID_ARGUMENT, RESOURCE_EXHAUSTED, UNIMPLEMENTED, UNAVAILABLE = "3", "8", "12", "14"
+INVALID_ARGUMENT, RESOURCE_EXHAUSTED, UNAVAILABLE = "3", "8", "14"
 
 
 @pytest.fixture(scope="module")
@@ -80,15 +80,19 @@ def test_unfinished_messages_hold_what_the_permits_say(
 
 
 @pytest.mark.parametrize("path", [INFER, CHECK])
-def test_compressed_messages_are_not_inflated(server: Served, path: str) -> None:
+def test_compressed_messages_are_inflated_one_at_a_time(server: Served, path: str) -> None:
     """60 calls of 61 KB each, which would become 3.6 GB."""
     message = grpc_message(gzip.compress(bytes(60 * MIB)), compressed=True)
     base_bytes = server.memory_bytes("VmHWM")
     with attacked(server, more_bytes=200 * MIB), connected(server.grpc) as client:
         encoding = [("grpc-encoding", "gzip")]
         streams = [client.open(path, message, last=True, more=encoding) for _ in range(60)]
-        assert {client.answer(stream).status for stream in streams} == {UNIMPLEMENTED}
-    assert server.memory_bytes("VmHWM") - base_bytes < 50 * MIB
+        assert {client.answer(stream).status for stream in streams} <= {
+            INVALID_ARGUMENT,
+            UNAVAILABLE,
+            RESOURCE_EXHAUSTED,
+        }
+    assert server.memory_bytes("VmHWM") - base_bytes < 250 * MIB
 
 
 def test_messages_that_cannot_be_read_are_not_kept(server: Served) -> None:

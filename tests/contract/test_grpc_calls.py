@@ -7,11 +7,14 @@ import gc
 import gzip
 import socket
 import time
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
+import numpy as np
 import pytest
+import tritonclient.grpc as client_module
 from tritonclient.grpc import service_pb2
 
 from convgrad_service.security import keys
@@ -68,14 +71,47 @@ def test_a_large_message_in_small_frames(client: H2Client) -> None:
     assert len(found.data) > 2**22
 
 
-@pytest.mark.parametrize("path", [INFER, STREAM_INFER, CHECK])
 @pytest.mark.parametrize("encoding", ["gzip", "deflate"])
-def test_compressed_messages_are_refused(client: H2Client, path: str, encoding: str) -> None:
-    message = grpc_message(gzip.compress(bytes(1000)), compressed=True)
+def test_compressed_messages(server: OipServer, encoding: str) -> None:
+    array = np.ones((1, 1, 64, 64), np.float32)
+    tensor = client_module.InferInput("input", array.shape, "FP32").set_data_from_numpy(array)
+    with client_module.InferenceServerClient(server.grpc) as opened:
+        result = opened.infer(
+            "maxpool2d_fwd",
+            [tensor],
+            parameters={"kernel_size": 2},
+            compression_algorithm=encoding,
+        )
+    assert result.as_numpy("output").shape == (1, 1, 32, 32)
+
+
+@pytest.mark.parametrize("path", [INFER, STREAM_INFER])
+@pytest.mark.parametrize(
+    ("encoding", "body", "status"),
+    [
+        ("gzip", b"not gzip", INVALID_ARGUMENT),
+        ("deflate", zlib.compress(bytes(1000))[:-4], INVALID_ARGUMENT),
+        ("gzip", gzip.compress(b"") + b"more", INVALID_ARGUMENT),
+        ("gzip", gzip.compress(b"")[:2] + b"\xff" * 20, INVALID_ARGUMENT),
+        # What it would become is over the limit: it is not inflated further than that.
+        ("deflate", zlib.compress(bytes(64 * 2**20)), RESOURCE_EXHAUSTED),
+    ],
+)
+def test_compressed_messages_that_cannot_be_read(
+    client: H2Client, path: str, encoding: str, body: bytes, status: str
+) -> None:
+    message = grpc_message(body, compressed=True)
     stream = client.open(path, message, last=True, more=[("grpc-encoding", encoding)])
     found = client.answer(stream)
-    assert found.status == UNIMPLEMENTED
-    assert found.headers["grpc-message"] == f"Compression algorithm '{encoding}' is disabled."
+    if path == STREAM_INFER:
+        codes = {
+            INVALID_ARGUMENT: b"(malformed-request)",
+            RESOURCE_EXHAUSTED: b"(payload-too-large)",
+        }
+        assert found.status == "0"
+        assert codes[status] in found.data
+    else:
+        assert found.status == status, found.headers
 
 
 @pytest.mark.parametrize("path", [INFER, STREAM_INFER, CHECK])
@@ -84,6 +120,13 @@ def test_unknown_encodings_are_refused(client: H2Client, path: str) -> None:
     stream = client.open(path, message, last=True, more=[("grpc-encoding", "snappy")])
     # The specification wants UNIMPLEMENTED; grpcio 1.85 says INTERNAL.
     assert client.answer(stream).status in (UNIMPLEMENTED, "13")
+
+
+def test_a_compressed_health_check_is_small(client: H2Client) -> None:
+    for size, status in ((0, "0"), (2**20, RESOURCE_EXHAUSTED)):
+        message = grpc_message(gzip.compress(bytes(size)), compressed=True)
+        stream = client.open(CHECK, message, last=True, more=[("grpc-encoding", "gzip")])
+        assert client.answer(stream).status == status
 
 
 @pytest.mark.parametrize("path", [INFER, STREAM_INFER, CHECK])

@@ -34,6 +34,7 @@ WAYS = {
     "http": ["-i", "http"],
     "grpc": ["-i", "grpc"],
     "grpc stream": ["-i", "grpc", "--streaming"],
+    "grpc gzip": ["-i", "grpc", "--grpc-compression-algorithm", "gzip"],
 }
 MEMORY = {"none": [], "system": ["--shared-memory", "system"]}
 

@@ -26,6 +26,7 @@ from convgrad_service.grpc_api.wire import (
     encode_head,
     encode_tensors,
     in_stream_response,
+    is_compressed,
     read_infer_request,
     response_id,
 )
@@ -115,6 +116,8 @@ class InferTransport:
         context, message = self._context, self._message
         if message.receive is not None:
             message.body = await message.receive()
+        if is_compressed(message.body):
+            message.body = await self._reader.decompress(message.body)
         size_bytes = context.received_bytes = len(message.body)
         cut = cut_infer_request(message.body)
         message.model, message.id, rest, self._raw = cut

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from convgrad.errors import MalformedRequest, Overloaded, RequestTimeout, ServiceError
 from convgrad_service.engine.admission import Deadline
 from convgrad_service.grpc_api.exchange import EOF, Call
+from convgrad_service.grpc_api.wire import decompress
 from convgrad_service.server.settings import Settings
 
 RETRY_AFTER_S = 1.0
@@ -118,7 +119,9 @@ class MessageReader:
             _STREAMS_PER_PERMIT * permits, patience_s, "the stream has been silent for"
         )
         self.longest_s = settings.max_timeout_s if needs_key else _OPEN_TIMEOUT_S
-        self._held_limit = permits * int(settings.grpc_max_message_bytes)
+        self._max_bytes = int(settings.grpc_max_message_bytes)
+        self._held_limit = permits * self._max_bytes
+        self._decompressing, self._wait_s = asyncio.Semaphore(), settings.max_memory_wait_s
         self.held_bytes = 0
 
     async def message(self, call: Call, deadline: Deadline | None = None) -> bytes:
@@ -155,6 +158,26 @@ class MessageReader:
             yield
         finally:
             self.streams.release(call)
+
+    async def decompress(self, message: bytes) -> bytes:
+        """Decompress a message; one at a time, since a few bytes may become very many.
+
+        Raises as `wire.decompress`, and Overloaded if others do not end in time.
+        """
+        try:
+            async with asyncio.timeout(self._wait_s):
+                await self._decompressing.acquire()
+        except TimeoutError:
+            raise Overloaded(
+                f"other compressed messages were decompressed for {self._wait_s:g} s",
+                retry_after_s=RETRY_AFTER_S,
+            ) from None
+        loop = asyncio.get_running_loop()
+        decompressing = loop.run_in_executor(None, decompress, message, self._max_bytes)
+        # Not before the thread has ended, which a cancelled call does not wait for.
+        decompressing.add_done_callback(lambda _: self._decompressing.release())
+        decompressing.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return await asyncio.shield(decompressing)
 
     def hold(self, size_bytes: int) -> None:
         """Count a message that has been read, until `release`: its tensors have been copied then.

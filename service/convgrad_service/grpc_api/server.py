@@ -239,9 +239,7 @@ def _options(settings: Settings) -> list[tuple[str, int]]:
     return [
         ("grpc.max_receive_message_length", int(settings.grpc_max_message_bytes)),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-        # grpcio would decompress any number of messages at a time, each to the largest size.
-        ("grpc.per_message_decompression", 0),
-        ("grpc.compression_enabled_algorithms_bitset", 1),  # none
+        ("grpc.per_message_decompression", 0),  # see wire.py
         ("grpc.max_metadata_size", int(settings.max_header_bytes)),
         ("grpc.absolute_max_metadata_size", int(settings.max_header_bytes)),
         ("grpc.max_concurrent_streams", _MAX_STREAMS),

@@ -235,7 +235,7 @@ class Settings(BaseSettings):
     grpc_max_message_bytes: _Bytes = Field(
         default=ByteSize(512 * _MiB),
         lt=2**31,
-        description="Maximum size of a gRPC message; protobuf allows 2 GiB. "
+        description="Maximum size of a gRPC message after decompression; protobuf allows 2 GiB. "
         "Send larger tensors over HTTP or in shared memory.",
     )
     grpc_message_permits: _Count = Field(
