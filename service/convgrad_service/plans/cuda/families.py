@@ -15,7 +15,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from convgrad.errors import UnsupportedProblem
 from convgrad_service.plans.cuda.device import CudaDevice
-from convgrad_service.plans.cuda.program import Fragment, Instance
+from convgrad_service.plans.cuda.program import Fragment, Instance, Launch
 from convgrad_service.plans.cuda.works import (
     ChannelSums,
     ConvWork,
@@ -61,7 +61,7 @@ class Solver(ABC, Generic[V, C]):
     """
 
     name: str
-    _solved: tuple[V, CudaDevice, C | str] | None = None
+    _solved: tuple[V, CudaDevice, Fragment | str] | None = None
 
     @abstractmethod
     def solve(self, work: V, device: CudaDevice) -> C | str:
@@ -69,7 +69,10 @@ class Solver(ABC, Generic[V, C]):
 
     @abstractmethod
     def fragment(self, work: V, device: CudaDevice, config: C) -> Fragment:
-        """Return the launches with a configuration: the chosen one, or another for a test."""
+        """Return the launches with a configuration: the chosen one, or another for a test.
+
+        They may be more than the device can run; the work is then refused.
+        """
 
     @abstractmethod
     def instances(self) -> Iterable[Instance]:
@@ -83,14 +86,23 @@ class Solver(ABC, Generic[V, C]):
         found = self._solution(work, device)
         if isinstance(found, str):
             raise ValueError(found)
-        return self.fragment(work, device, found)
+        return found
 
-    def _solution(self, work: V, device: CudaDevice) -> C | str:
-        """Return what `solve` does; `launches`, which follows `why_not`, does not solve again."""
+    def _solution(self, work: V, device: CudaDevice) -> Fragment | str:
+        """Return the launches, or why there are none; kept for `launches` after `why_not`."""
         solved = self._solved
         if solved is None or solved[0] is not work or solved[1] is not device:
-            solved = self._solved = work, device, self.solve(work, device)
+            config = self.solve(work, device)
+            found = config if isinstance(config, str) else self._launchable(work, device, config)
+            solved = self._solved = work, device, found
         return solved[2]
+
+    def _launchable(self, work: V, device: CudaDevice, config: C) -> Fragment | str:
+        """Return the launches of a configuration, or why the device cannot run one of them."""
+        fragment = self.fragment(work, device, config)
+        steps = (step for step in fragment.steps if isinstance(step, Launch))
+        refused = (device.why_not_launched(step.grid, step.shared_bytes) for step in steps)
+        return next(filter(None, refused), fragment)
 
 
 @dataclass(frozen=True, slots=True)
