@@ -61,7 +61,7 @@ class WithCut:
     def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
         few = replace(device, multiprocessors=1)
         cuts = list(cuts_of(work, few))
-        return self._family.launches(work, few, cuts[int(self._share * (len(cuts) - 1))])
+        return self._family.fragment(work, few, cuts[int(self._share * (len(cuts) - 1))])
 
     def instances(self) -> Iterable[Instance]:
         return self._family.instances()

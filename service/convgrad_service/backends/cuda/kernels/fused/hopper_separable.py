@@ -20,6 +20,7 @@ from convgrad_service.backends.cuda.kernels.fused.hopper_separable_tiles import 
 from convgrad_service.backends.cuda.kernels.layout.channels_last import in_whole_chunks
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import HOPPER, CudaDevice
+from convgrad_service.plans.cuda.families import Solver
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
 from convgrad_service.plans.cuda.works import ConvWork, FusedWork, Operand
 
@@ -35,7 +36,7 @@ MOST_OUTPUTS = 256
 HopperSeparableArgs = structure("fused/hopper_separable_args.cuh", "HopperSeparableArgs")
 
 
-class HopperSeparable:
+class HopperSeparable(Solver[FusedWork, Schedule]):
     """fwd of a depthwise 3x3 and a pointwise convolution in 16-bit types, channels last."""
 
     name = "hopper_separable"
@@ -52,9 +53,9 @@ class HopperSeparable:
         """
         self._tiles, self._anything = tuple(tiles), anything
 
-    def why_not(self, work: FusedWork, device: CudaDevice) -> str | None:
-        """See `Family.why_not`. Except for sizes that overflow, splitting the problem does not
-        change the answer."""
+    def solve(self, work: FusedWork, device: CudaDevice) -> Schedule | str:
+        """See `Solver.solve`. Except for sizes that overflow, splitting the problem does not change
+        whether there is a schedule."""
         first, second = work.first, work.second
         if device.architecture not in HOPPER:
             return f"{device.name} has no wgmma"
@@ -82,19 +83,12 @@ class HopperSeparable:
             return f"positions reach beyond {MAX_EXTENT}"
         if first.pixels > MAX_ITEMS // ceil_div(second.out_channels, 64):
             return "too many tiles to number"
-        if not any(schedules(work, device, self._tiles)):
-            return "a tile and the depthwise weights do not fit into shared memory"
-        return None
+        every = schedules(work, device, self._tiles)
+        best = min(every, key=lambda one: expected_s(one, work, device), default=None)
+        return best or "a tile and the depthwise weights do not fit into shared memory"
 
-    def launches(
-        self, work: FusedWork, device: CudaDevice, schedule: Schedule | None = None
-    ) -> Fragment:
-        """See `Family.launches`. ``schedule`` overrides the chosen schedule."""
+    def fragment(self, work: FusedWork, device: CudaDevice, schedule: Schedule) -> Fragment:
         first, second = work.first, work.second
-        if schedule is None:
-            schedule = min(
-                schedules(work, device, self._tiles), key=lambda one: expected_s(one, work, device)
-            )
         tile = schedule.tile
         args = HopperSeparableArgs()
         args.channels, args.outputs = first.groups, second.out_channels

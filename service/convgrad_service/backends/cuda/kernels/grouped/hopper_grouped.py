@@ -27,6 +27,7 @@ from convgrad_service.backends.cuda.kernels.grouped.hopper_grouped_cuts import (
 from convgrad_service.backends.cuda.kernels.layout.channels_last import Prepared, prepare_weight
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import HOPPER, CudaDevice
+from convgrad_service.plans.cuda.families import Solver
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
 from convgrad_service.plans.cuda.works import ConvWork, Operand
 
@@ -43,7 +44,7 @@ HopperGroupedArgs = structure("grouped/hopper_grouped.cuh", "HopperGroupedArgs")
 NEEDS = Requirements(IN_16_BITS, hopper=True, grouped=True)
 
 
-class HopperGrouped:
+class HopperGrouped(Solver[ConvWork, Cut]):
     """fwd and bwd_data of 3x3 kernels with stride 1 in 16-bit types.
 
     Rows stream through shared memory.
@@ -51,8 +52,8 @@ class HopperGrouped:
 
     name = "hopper_grouped"
 
-    def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
-        """See `Family.why_not`. Splitting along N or H does not change the answer."""
+    def solve(self, work: ConvWork, device: CudaDevice) -> Cut | str:
+        """See `Solver.solve`. Splitting along N or H does not change whether there is a cut."""
         if (reason := NEEDS.why_not(work, device)) is not None:
             return reason
         if work.result_dtype is not work.dtype:
@@ -87,17 +88,13 @@ class HopperGrouped:
             return f"an extent of more than {MAX_EXTENT}"
         if ceil_div(work.groups * channels[0], SLICE) > MAX_INDEX:
             return f"{work.groups} groups"
-        return None
+        return min(cuts_of(work, device), key=lambda cut: cost_of(work, cut, device))
 
-    def launches(self, work: ConvWork, device: CudaDevice, cut: Cut | None = None) -> Fragment:
-        """See `Family.launches`. ``cut`` overrides the chosen partition."""
-        cut = cut or min(cuts_of(work, device), key=lambda cut: cost_of(work, cut, device))
+    def fragment(self, work: ConvWork, device: CudaDevice, cut: Cut) -> Fragment:
         backward = work.direction == "bwd_data"
         source, result = work.sides
         x_size, y_size = sizes_of(work)
-        weight = Prepared(work.w)
-        if cut.weight_bytes:
-            weight = prepare_weight(work, device)
+        weight = prepare_weight(work, device) if cut.weight_bytes else Prepared(work.w)
         w = weight.operand
         slices, workers = grid_of(work, cut, device)
         args = HopperGroupedArgs()
@@ -143,7 +140,7 @@ class HopperGrouped:
         return Fragment(
             f"{self.name}_{work.direction}",
             (*weight.steps, launch),
-            (*weight.workspace,),
+            weight.workspace,
             expected_s=START_S + cost_of(work, cut, device) * COST_S + moved * BYTE_S,
         )
 

@@ -16,6 +16,7 @@ from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import why
 from convgrad_service.backends.cuda.kernels.grouped.grouped_box import why_not_pixels
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import HOPPER, CudaDevice
+from convgrad_service.plans.cuda.families import Solver
 from convgrad_service.plans.cuda.program import (
     ZEROS,
     Fragment,
@@ -72,15 +73,15 @@ HopperGroupedWeightArgs = structure("grouped/hopper_grouped_weight.cu", "HopperG
 NEEDS = Requirements(IN_16_BITS, hopper=True, grouped=True)
 
 
-class HopperGroupedWeight:
+class HopperGroupedWeight(Solver[ConvWork, Share]):
     """bwd_weight on sm_90a of 3x3 kernels with stride 1 in 16-bit types, channels last, with 4, 8,
     16 or 32 channels per group on both sides."""
 
     name = "hopper_grouped_weight"
 
-    def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
-        """See `Family.why_not`. Splitting along N or a spatial dimension does not change the
-        answer."""
+    def solve(self, work: ConvWork, device: CudaDevice) -> Share | str:
+        """See `Solver.solve`. Splitting along N or a spatial dimension does not change whether
+        there is a share."""
         if (reason := NEEDS.why_not(work, device)) is not None:
             return reason
         if work.kernel != KERNEL or max(work.stride) > 1 or max(work.dilation) > 1:
@@ -96,17 +97,14 @@ class HopperGroupedWeight:
                 return reason
         if max(*work.input, *work.output, work.batch) > MAX_SIZE:
             return f"an extent is more than {MAX_SIZE}"
-        # The smallest share has the most slices.
-        counted = why_not_counted(_Boxes(work, _least(work)).slices)
-        if counted is not None:
-            return counted
-        refused = (one.why_not() for one in _maps(_Boxes(work, _least(work))))
-        return next((reason for reason in refused if reason is not None), None)
+        # The smallest boxes have the most slices.
+        boxes = _Boxes(work, Share(1, 2 * ROWS, COLUMNS, 1))
+        reasons = why_not_counted(boxes.slices), *(one.why_not() for one in _maps(boxes))
+        if (reason := next(filter(None, reasons), None)) is not None:
+            return reason
+        return min(shares_of(work, device), key=lambda one: _clocks(work, one, device))
 
-    def launches(self, work: ConvWork, device: CudaDevice, share: Share | None = None) -> Fragment:
-        """See `Family.launches`. ``share`` overrides the chosen share."""
-        if share is None:
-            share = min(shares_of(work, device), key=lambda one: _clocks(work, one, device))
+    def fragment(self, work: ConvWork, device: CudaDevice, share: Share) -> Fragment:
         boxes = _Boxes(work, share)
         args = _args(work, boxes, share.splits, device)
         x_map, y_map = _maps(boxes)
@@ -191,11 +189,6 @@ class _Boxes:
         if self.pairs_rows:
             return ceil_div(rows, 2 * ROWS) * self.eights
         return ceil_div(rows, ROWS) * (self.eights // 2)
-
-
-def _least(work: ConvWork) -> Share:
-    """Return the share with the smallest boxes."""
-    return Share(1, 2 * ROWS, COLUMNS, 1)
 
 
 def shares_of(work: ConvWork, device: CudaDevice) -> Iterator[Share]:
