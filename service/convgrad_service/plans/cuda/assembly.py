@@ -19,7 +19,7 @@ from convgrad_service.plans.cuda.program import (
     ceil_div,
 )
 from convgrad_service.plans.cuda.works import ConvWork, activation_operand, weight_operand
-from convgrad_service.problems import Problem
+from convgrad_service.problems import Epilogue, Problem
 from convgrad_service.problems.convolution import ConvProblem
 
 __all__ = ["choose_conv", "concurrent_plan", "conv_work", "sequential_plan"]
@@ -72,13 +72,23 @@ def _plan_of(
 
 
 def conv_work(
-    problem: ConvProblem, direction: Any, x: str, w: str, y: str, **more: Any
+    problem: ConvProblem,
+    direction: Any,
+    x: str,
+    w: str,
+    y: str,
+    *,
+    epilogue: Epilogue | None = None,
+    **more: Any,
 ) -> ConvWork:
-    """Return a convolution on the problem's tensors; ``x``, ``w`` and ``y`` name their buffers."""
+    """Return a convolution on the problem's tensors; ``x``, ``w`` and ``y`` name their buffers.
+
+    With an ``epilogue``, the buffer "accumulate" is like the result.
+    """
     layout, groups = problem.layout, problem.conv.groups
     result_dtype = more.pop("result_dtype", problem.dtype)
     weight_dtype = result_dtype if direction == "bwd_weight" else problem.dtype
-    return ConvWork(
+    work = ConvWork(
         direction=direction,
         conv=problem.conv,
         dtype=problem.dtype,
@@ -90,6 +100,12 @@ def conv_work(
         deterministic=problem.deterministic,
         **more,
     )
+    if epilogue is None:
+        return work
+    if not epilogue.accumulate:
+        return replace(work, alpha=epilogue.alpha)
+    accumulate = replace(work.result, buffer="accumulate")
+    return replace(work, alpha=epilogue.alpha, beta=epilogue.beta, accumulate=accumulate)
 
 
 def choose_conv(work: ConvWork, device: CudaDevice, families: Families) -> Chosen:

@@ -27,7 +27,7 @@ from convgrad_service.plans.cuda.works import (
 )
 
 __all__ = ["Chosen", "Families", "Family", "FastestExpected", "Overhead", "Selector", "Work"]
-__all__ += ["COPY_BYTES_S", "Solver", "choose"]
+__all__ += ["COPY_BYTES_S", "Solver", "choose", "first_of"]
 
 Work = ConvWork | FusedWork | ChannelSums | PoolWork | WindowWork | UnpoolWork | Copy
 W = TypeVar("W", bound=Work, contravariant=True)
@@ -155,14 +155,14 @@ def choose(families: Sequence[Family[V]], work: V, device: CudaDevice) -> Chosen
     UnsupportedProblem
         No family does; the message has the reason of each.
     """
-    chosen, passed_over = _first(families, work, device)
+    chosen, passed_over = first_of(families, work, device)
     if chosen is None:
         sentences = "; ".join(f"{name}: {reason}" for name, reason in passed_over)
         raise UnsupportedProblem(f"no GPU kernel computes this: {sentences}")
     return chosen
 
 
-def _first(
+def first_of(
     families: Sequence[Family[V]], work: V, device: CudaDevice
 ) -> tuple[Chosen | None, list[tuple[str, str]]]:
     """Return what `choose` does, None if no family computes this work; and why others do not."""
@@ -287,7 +287,7 @@ class FastestExpected(Selector[V]):
         reasons: list[tuple[str, str]] = []
         found: list[Chosen] = []
         for families in self.alternatives:
-            chosen, passed_over = _first(families, work, device)
+            chosen, passed_over = first_of(families, work, device)
             reasons += passed_over
             if chosen is not None:
                 found.append(chosen)

@@ -37,7 +37,9 @@ def plan_passes(problem: ConvPasses, device: CudaDevice, families: Families) -> 
     branches = [planner.branch(one, device) for one in passes]
     products = [one for one in passes if len(one.terms) == 1 and one.direction != "input_sums"]
     if len(products) == 2 and products[0].direction == "bwd_weight":
+        (first,), (second,) = (branches[passes.index(one)] for one in products)
         shared = partition_multiprocessors(
+            (first, second),
             lambda share: planner.branch(products[0], share)[0],
             lambda share: planner.branch(products[1], share)[0],
             device,
