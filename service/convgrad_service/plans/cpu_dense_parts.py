@@ -75,8 +75,9 @@ def gather_plan(
     if backward:
         source, result = result, source
     panel_bytes = dense.taps * getattr(dense, source) * columns * sum_bytes
-    sizes = {"sum_bytes": sum_bytes, "vector_bytes": device.vector_bytes}
-    tiles = partial(gather_tiles, backward=backward, **sizes)
+    tiles = partial(
+        gather_tiles, backward=backward, sum_bytes=sum_bytes, vector_bytes=device.vector_bytes
+    )
     return _in_parts(dense, result, columns, panel_bytes, tiles, device)
 
 
@@ -84,8 +85,13 @@ def weight_plan(dense: Dense, *, sum_bytes: int, device: CpuDevice) -> DensePlan
     """Plan a weight gradient; see `gather_plan`."""
     chunks, lanes = weight_chunks(dense, sum_bytes), device.vector_bytes // sum_bytes
     row_bytes = chunks * dense.taps * round_up(dense.in_channels, lanes) * sum_bytes
-    sizes = {"sum_bytes": sum_bytes, "vector_bytes": device.vector_bytes, "chunks": chunks}
-    tiles = partial(weight_tiles, whole_out_channels=dense.out_channels, **sizes)
+    tiles = partial(
+        weight_tiles,
+        whole_out_channels=dense.out_channels,
+        chunks=chunks,
+        sum_bytes=sum_bytes,
+        vector_bytes=device.vector_bytes,
+    )
     return _in_parts(dense, "out_channels", 1, row_bytes, tiles, device)
 
 
@@ -93,8 +99,9 @@ def first_plan(dense: Dense, *, sum_bytes: int, device: CpuDevice) -> DensePlan 
     """Plan the weight gradient of a first layer; see `gather_plan`."""
     chunks, lanes = first_chunks(dense, sum_bytes), device.vector_bytes // sum_bytes
     vector_terms = chunks * dense.taps * dense.in_channels * device.vector_bytes
-    sizes = {"sum_bytes": sum_bytes, "vector_bytes": device.vector_bytes, "chunks": chunks}
-    tiles = partial(first_tiles, **sizes)
+    tiles = partial(
+        first_tiles, chunks=chunks, sum_bytes=sum_bytes, vector_bytes=device.vector_bytes
+    )
     return _in_parts(dense, "out_channels", lanes, vector_terms, tiles, device)
 
 
@@ -106,8 +113,8 @@ def _in_parts(
     tiles: Callable[..., Tiles],
     device: CpuDevice,
 ) -> DensePlan | None:
-    """Split by groups, then by channels of the result (``side``), until workspace takes at most half
-    of the limit.
+    """Split by groups, then by channels of the result (``side``), until workspace takes at most
+    half of the limit.
 
     Each result belongs to one part, so the split does not affect the order of summation. The choice
     of the dense engine does, so it is made for one thread, whose scratch is the largest.

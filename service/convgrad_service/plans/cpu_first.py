@@ -55,11 +55,7 @@ def first_tiles(
     return Tiles(
         block=(chunks, rows, columns, group, share),
         scratch_bytes=scratch,
-        workspace_bytes=chunks
-        * dense.groups
-        * terms
-        * round_up(dense.out_channels, lanes)
-        * sum_bytes,
+        workspace_bytes=chunks * dense.groups * terms * padded * sum_bytes,
         tasks=max(tasks(), dense.groups * -(-dense.out_channels // lanes)),
     )
 

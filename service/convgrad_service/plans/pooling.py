@@ -153,5 +153,5 @@ def _plan(
 ) -> PoolPlan:
     tiles = [-(-e // t) for e, t in zip(extent, tile, strict=True)]
     tasks = pool.batch * -(-pool.channels // (vectors * lanes)) * prod(tiles)
-    sizes = (size3(tuple(each)) for each in (tile, tiles, windows))
-    return PoolPlan(*sizes, vectors, words, tasks, scratch_bytes)
+    own, count, read = (size3(tuple(each)) for each in (tile, tiles, windows))
+    return PoolPlan(own, count, read, vectors, words, tasks, scratch_bytes)

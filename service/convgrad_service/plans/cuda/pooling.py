@@ -115,7 +115,7 @@ def plan_unpool(
         index_dtype=problem.index_dtype,
         x="input" if forward else "grad_output",
         y="output" if forward else "grad_input",
-        windows=problem.windows if forward else None,
+        windows=problem.windows if isinstance(problem, MaxUnpoolFwd) else None,
     )
     return sequential_plan([choose(families.unpool, work, device)])
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
-from convgrad_service.backends.cuda.kernels.core.elements import MAX_BLOCKS, linear_grid
+from convgrad_service.backends.cuda.kernels.core.elements import linear_grid
 from convgrad_service.backends.cuda.kernels.core.limits import DTYPES
 from convgrad_service.backends.cuda.kernels.pool.pool_cells import fill_strides, image_elements
 from convgrad_service.backends.cuda.structures import structure
@@ -21,7 +21,7 @@ from convgrad_service.plans.cuda.families import Solver
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div, macros_of
 from convgrad_service.plans.cuda.works import PoolWork
 
-__all__ = ["DTYPES", "PoolStrips"]
+__all__ = ["PoolStrips"]
 
 BLOCK, LANES = 128, 32
 # Planes of a block, and devices before whose capability keys of 16 bits are compared one by one,
@@ -115,12 +115,7 @@ class PoolStrips(Solver[PoolWork, Shape]):
                 return f"{work.channels} channels fill less than half of a warp"
         elif work.stride[0] != 1 or work.pad[0] != 0 or work.input[0] != work.output[0]:
             return "padding or a stride along D"
-        reason = device.why_not_shared(shape.shared_bytes())
-        if reason is not None:
-            return reason
-        if _grid(work, shape, device)[0] > MAX_BLOCKS:
-            return "more blocks than a grid can have"
-        return shape
+        return device.why_not_shared(shape.shared_bytes()) or shape
 
     def fragment(self, work: PoolWork, device: CudaDevice, shape: Shape) -> Fragment:
         args = StripArgs()

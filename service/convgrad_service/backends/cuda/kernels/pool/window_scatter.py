@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain, product
 from math import prod
 from typing import Any, NamedTuple
 
 from convgrad.dtypes import FLOATING, INDEX, DType
 from convgrad_service.backends.cuda.arguments import pack
-from convgrad_service.backends.cuda.kernels.core.elements import MAX_BLOCKS
+from convgrad_service.backends.cuda.kernels.core.gather_axes import divider
 from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES
 from convgrad_service.backends.cuda.kernels.pool.window_form import (
     LARGEST,
@@ -19,7 +19,6 @@ from convgrad_service.backends.cuda.kernels.pool.window_form import (
     FromIndices,
     WindowForm,
     covered,
-    divider_of,
     most_positions,
     window_args,
 )
@@ -168,21 +167,16 @@ class WindowScatter(FromIndices[Tile]):
             return (
                 f"channels last, with positions in fewer than {LEAST_PHASES} windows, or a signal"
             )
+        if (reason := form.why_not()) is not None:
+            return reason
+        vector = self._vector(work, form)
         for most in (MOST_BYTES, device.shared_bytes_per_block - RESERVED_BYTES):
-            fitting = [
-                tile
-                for rounds in ROUNDS
-                for tile in _fitting(form, work.dtype, most, rounds, self._vector(work, form))
-            ]
-            costs = [tile.cost(work.dtype, device) for tile in fitting]
-            tile = fitting[costs.index(min(costs))] if fitting else None
+            each = (_fitting(form, work.dtype, most, rounds, vector) for rounds in ROUNDS)
+            tiles = chain.from_iterable(each)
+            tile = min(tiles, key=lambda one: one.cost(work.dtype, device), default=None)
             if tile is not None:
-                break
-        else:
-            return "windows of too many positions"
-        if tile.blocks > MAX_BLOCKS:
-            return "more blocks than a grid can have"
-        return form.why_not() or tile
+                return tile
+        return "windows of too many positions"
 
     def _vector(self, work: WindowWork, form: WindowForm) -> int:
         """Return the adjacent elements of a thread."""
@@ -202,13 +196,13 @@ class WindowScatter(FromIndices[Tile]):
         for axis, (side, phases) in enumerate(zip(tile.sides, tile.phases, strict=True)):
             args.tile[axis], args.box[axis], args.grid[axis] = side.size, side.box, side.grid
             args.round[axis] = phases * side.grid if side.rounds > 1 else 0
-            args.tiles[axis], args.by_tiles[axis] = side.tiles, divider_of(side.tiles)
-            args.by_tile[axis], args.by_grid[axis] = divider_of(side.size), divider_of(side.grid)
-            args.by_y_size[axis] = divider_of(form.y_size[axis])
+            args.tiles[axis], args.by_tiles[axis] = side.tiles, divider(side.tiles)
+            args.by_tile[axis], args.by_grid[axis] = divider(side.size), divider(side.grid)
+            args.by_y_size[axis] = divider(form.y_size[axis])
         args.cells, args.steps_at, room = tile.places(work.dtype)
-        args.by_chunks = divider_of(tile.chunks)
-        args.by_channels = divider_of(tile.channels // tile.vector)
-        args.by_stores = divider_of(tile.channels // (chunk if args.vectors else 1))
+        args.by_chunks = divider(tile.chunks)
+        args.by_channels = divider(tile.channels // tile.vector)
+        args.by_stores = divider(tile.channels // (chunk if args.vectors else 1))
         threads = max(LEAST_THREADS, ceil_div(tile.threads, WARP) * WARP)
         return Launch(
             _instance(
