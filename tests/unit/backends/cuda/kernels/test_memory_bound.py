@@ -10,7 +10,7 @@ import pytest
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.families import FAMILIES
-from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import chunk_rows
+from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_mma import chunk_rows
 from convgrad_service.backends.cuda.kernels.pool.pool_tiles import Shape
 from convgrad_service.plans.cuda.device import H200
 from convgrad_service.plans.cuda.planner import plan_for

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from math import prod
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
@@ -37,7 +38,7 @@ from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import (
     why_not_images,
 )
 from convgrad_service.backends.cuda.structures import structure
-from convgrad_service.plans.cuda.device import CudaDevice
+from convgrad_service.plans.cuda.device import MOST_BLOCKS_YZ, CudaDevice
 from convgrad_service.plans.cuda.families import Solver
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, macros_of
 from convgrad_service.plans.cuda.works import ConvWork
@@ -45,8 +46,6 @@ from convgrad_service.plans.cuda.works import ConvWork
 __all__ = ["DepthwiseDirect"]
 
 MOST_INDEX = 2**31 - 1
-# The limit of gridDim.y.
-MOST_ALONG = 2**16 - 1
 # Words of x that a thread loads ahead: with a whole kernel, and with a row of taps at a time.
 MOST_WORDS, MOST_ROW_WORDS = 64, 32
 # With a whole kernel that leaves few registers.
@@ -107,7 +106,7 @@ class DepthwiseDirect(Solver[ConvWork, DirectLayout]):
         work = formed(given, layout.turned)
         if _launched_images(work, layout) == 0:
             return "more blocks of an image than a grid can have"
-        return device.why_not_shared(_shared_bytes(work, layout)) or layout
+        return layout
 
     def fragment(self, work: ConvWork, device: CudaDevice, layout: DirectLayout) -> Fragment:
         expected = expected_s(work, device, layout)
@@ -156,15 +155,11 @@ class DepthwiseDirect(Solver[ConvWork, DirectLayout]):
         args.inner, args.outer = (down, across) if args.down_first else (across, down)
         args.positions = work.batch * planes * down * across
         args.transposed = layout.turned and min(work.kernel[1:]) > 1
-        args.by_rows, args.by_plane = (
-            divider(work.kernel[1]),
-            divider(work.kernel[1] * work.kernel[2]),
-        )
+        args.by_rows, args.by_plane = divider(work.kernel[1]), divider(prod(work.kernel[1:]))
         args.vectors, args.places = layout.vectors, layout.places
         args.by_vectors, args.by_inner = divider(layout.vectors), divider(args.inner)
         args.by_outer, args.by_planes = divider(args.outer), divider(planes)
-        for by, stride in zip(args.by_stride, work.stride, strict=True):
-            by.factor, by.shift = divider(stride)
+        args.by_stride[:] = [divider(stride) for stride in work.stride]
         args.spread = apart_of(work)
         args.by_period, args.by_spread = divider(period), divider(args.spread)
         args.by_multiplier = divider(work.out_channels)
@@ -199,7 +194,7 @@ class DepthwiseDirect(Solver[ConvWork, DirectLayout]):
 def _launched_images(work: ConvWork, layout: DirectLayout) -> int:
     """Return the images of a launch; 0 if a grid does not hold the blocks of one."""
     positions = work.sizes[1][0] * down_of(work, layout) * across_of(work, layout)
-    return min(work.batch, MOST_ALONG * layout.places // positions)
+    return min(work.batch, MOST_BLOCKS_YZ * layout.places // positions)
 
 
 def _contiguous(work: ConvWork) -> bool:
