@@ -35,7 +35,7 @@ from convgrad_service.plans.cpu_worth import (
 from convgrad_service.plans.planar import bwd_data_plan, bwd_weight_plan, forward_plan
 from convgrad_service.problems.geometry import ConvShape
 
-__all__ = ["Choice", "CpuDevice", "CpuPlan", "Direction", "choose"]
+__all__ = ["Choice", "CpuDevice", "Direction", "choose"]
 
 CpuPlan = Plan
 Direction = Literal["fwd", "bwd_data", "bwd_weight"]

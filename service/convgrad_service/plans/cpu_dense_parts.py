@@ -18,15 +18,8 @@ from convgrad_service.plans.cpu_dense import (
 from convgrad_service.plans.cpu_device import CpuDevice
 from convgrad_service.plans.cpu_first import first_chunks, first_tiles
 
-__all__ = [
-    "PANEL_LIMIT_BYTES",
-    "SCRATCH_LIMIT_BYTES",
-    "DensePlan",
-    "Part",
-    "first_plan",
-    "gather_plan",
-    "weight_plan",
-]
+__all__ = ["PANEL_LIMIT_BYTES", "SCRATCH_LIMIT_BYTES", "DensePlan", "Part", "first_plan"]
+__all__ += ["gather_plan", "weight_plan"]
 
 # Limits on the weight panels of one channel tile and on the scratch of one thread. Above them the
 # direct kernels run. They do not depend on the workspace limit because dense and direct kernels sum

@@ -14,7 +14,7 @@ from convgrad_service.plans.base import round_up
 from convgrad_service.plans.planar import PLANS_KEPT, PlanarPlan
 from convgrad_service.problems.sizes import Size3, size3
 
-__all__ = ["DepthwiseTiles", "depthwise_tiles"]
+__all__ = ["depthwise_tiles"]
 
 # Target size of a task's blocks, to fit half of the L2 cache. Above the hard limit the grouped
 # kernels run.

@@ -24,15 +24,8 @@ from convgrad_service.problems.sizes import Size3 as Triple
 from convgrad_service.problems.sizes import size3
 from convgrad_service.problems.sizes import size3 as triple
 
-__all__ = [
-    "PLANS_KEPT",
-    "PlanarPlan",
-    "Triple",
-    "bwd_data_plan",
-    "bwd_weight_plan",
-    "forward_plan",
-    "triple",
-]
+__all__ = ["PLANS_KEPT", "PlanarPlan", "Triple", "bwd_data_plan", "bwd_weight_plan", "forward_plan"]
+__all__ += ["triple"]
 
 # Target size of a task's planes, to fit the L2 cache. Above the hard limit another kernel runs.
 TILE_BYTES = 256 * 1024

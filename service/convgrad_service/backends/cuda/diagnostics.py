@@ -26,7 +26,7 @@ from convgrad_service.plans.cuda.planner import plan_for
 from convgrad_service.plans.cuda.program import CudaPlan
 from convgrad_service.problems.base import Problem
 
-__all__ = ["Diagnostics", "peak_flops_per_s"]
+__all__ = ["Diagnostics"]
 
 Tensors = Mapping[str, NDArray[Any]]
 

@@ -8,9 +8,8 @@ from functools import cache
 from convgrad.dtypes import DType
 
 __all__ = ["ARCHITECTURES", "H200", "HOPPER", "MOST_BLOCKS_YZ", "OVERLAPPING", "RESERVED_BYTES"]
-__all__ += ["SHARED_BYTES"]
-__all__ += ["CudaDevice", "architecture_of", "architectures_before", "architectures_since"]
-__all__ += ["listed_architecture", "sum_dtype", "with_shared_bytes"]
+__all__ += ["SHARED_BYTES", "CudaDevice", "architecture_of", "architectures_before"]
+__all__ += ["architectures_since", "listed_architecture", "sum_dtype", "with_shared_bytes"]
 
 SHARED_BYTES = {
     "sm_80": 166_912,

@@ -13,12 +13,11 @@ from pathlib import PurePosixPath
 from typing import Protocol
 
 from convgrad.dtypes import DType
-from convgrad_service.plans.base import Plan, ceil_div, round_up
+from convgrad_service.plans.base import Plan, ceil_div
 from convgrad_service.plans.cuda.device import ARCHITECTURES, CudaDevice, listed_architecture
 
 __all__ = ["ALIGNMENT", "CUDA_TYPES", "ArgumentBlock", "Arguments", "Check", "Clear", "CudaPlan"]
 __all__ += ["Fragment", "Instance", "Launch", "Step", "Workspace", "ceil_div", "macros_of"]
-__all__ += ["round_up"]
 
 ALIGNMENT = 256
 """Alignment of every buffer, in bytes."""

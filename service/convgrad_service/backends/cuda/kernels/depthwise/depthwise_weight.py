@@ -35,7 +35,7 @@ from convgrad_service.plans.cuda.families import Solver
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div, macros_of
 from convgrad_service.plans.cuda.works import ConvWork
 
-__all__ = ["DepthwiseWeight", "WeightShare", "expected_s", "shares_of"]
+__all__ = ["DepthwiseWeight", "expected_s"]
 
 # Of the cost model, fitted on an H200 to 236 configurations of 22 layers in bfloat16 and TF32, and
 # to 73 networks' layers: it errs by 6 %, and by 7 % on the half of the layers that it is not fitted

@@ -18,14 +18,8 @@ from convgrad_service.plans.cuda.works import ConvWork, CopyAxis, Operand, conti
 from convgrad_service.problems.sizes import Size3
 
 __all__ = ["CHUNK_BYTES", "Prepared", "every_channel", "in_whole_chunks", "overlapping"]
-__all__ += ["padded_width", "why_not_contiguous_groups"]
-__all__ += [
-    "prepare_activation",
-    "prepare_out_channels",
-    "prepare_rows",
-    "prepare_side",
-    "prepare_weight",
-]
+__all__ += ["padded_width", "prepare_activation", "prepare_out_channels", "prepare_rows"]
+__all__ += ["prepare_side", "prepare_weight", "why_not_contiguous_groups"]
 
 CHUNK_BYTES = 16
 

@@ -20,7 +20,7 @@ from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import ceil_div
 from convgrad_service.plans.cuda.works import WindowWork
 
-__all__ = ["ANY", "BOX_BLOCK", "MOST_BYTES", "SHAPES", "Tile", "from_lines", "shape_of", "tiled"]
+__all__ = ["ANY", "BOX_BLOCK", "SHAPES", "Tile", "from_lines", "shape_of", "tiled"]
 
 BOX_BLOCK = 256
 # Shared memory of a block: several fit on a multiprocessor.
