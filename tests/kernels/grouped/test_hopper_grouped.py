@@ -10,8 +10,7 @@ import pytest
 
 from convgrad_service.backends.base import Backend
 from convgrad_service.backends.cuda.families import COPIES, FAMILIES
-from convgrad_service.backends.cuda.kernels.grouped.hopper_grouped import HopperGrouped
-from convgrad_service.backends.cuda.kernels.grouped.hopper_grouped_cuts import cuts_of
+from convgrad_service.backends.cuda.kernels.grouped.hopper_grouped import HopperGrouped, cuts_of
 from convgrad_service.backends.cuda.kernels.layout.channels_first import ConvThroughChannelsLast
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.families import Family

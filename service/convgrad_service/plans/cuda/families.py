@@ -74,9 +74,9 @@ class Solver(ABC, Generic[V, C]):
         They may be more than the device can run; the work is then refused.
         """
 
-    @abstractmethod
     def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`."""
+        """See `Family.instances`; none of its own if the launches are those of other families."""
+        return ()
 
     def why_not(self, work: V, device: CudaDevice) -> str | None:
         found = self._solution(work, device)

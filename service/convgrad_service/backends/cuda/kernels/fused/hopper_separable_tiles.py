@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from convgrad_service.plans.base import round_up
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import ceil_div, macros_of
 from convgrad_service.plans.cuda.works import FusedWork
@@ -64,7 +65,7 @@ class SeparableTile:
     @property
     def columns(self) -> int:
         """N of a wgmma."""
-        return _whole(self.pixels // self.sharers, 8)
+        return round_up(self.pixels // self.sharers, 8)
 
     @property
     def box(self) -> tuple[int, int]:
@@ -89,9 +90,9 @@ class SeparableTile:
     @property
     def registers(self) -> tuple[int, int, int]:
         """Registers of consumer, compute and producer threads, in total at most those at launch."""
-        start = 65536 // _whole(self.threads, 128) // 8 * 8
+        start = 65536 // round_up(self.threads, 128) // 8 * 8
         loaders = 32
-        consumers = max(_whole(self.parts * self.columns // 2 + 40, 8), start + 8)
+        consumers = max(round_up(self.parts * self.columns // 2 + 40, 8), start + 8)
         left = start * (self.threads // 128) - loaders - self.groups * consumers
         return consumers, min(left // MAKERS // 8 * 8, start - 8), loaders
 
@@ -99,8 +100,8 @@ class SeparableTile:
     def box_bytes(self) -> int:
         """Bytes of a stage: a box, and the depthwise weights and biases of its channels."""
         width, height = self.box
-        box = _whole(width * height * self.row_bytes, 128)
-        return box + _whole(self.chunk * 20, 128)
+        box = round_up(width * height * self.row_bytes, 128)
+        return box + round_up(self.chunk * 20, 128)
 
     @property
     def weight_bytes(self) -> int:
@@ -129,7 +130,7 @@ class SeparableTile:
         return (
             ALIGNED
             + w_stages * self.weight_bytes
-            + self.middles * _whole(rows * self.row_bytes, ALIGNED)
+            + self.middles * round_up(rows * self.row_bytes, ALIGNED)
             + self.groups * self.columns * 128
             + x_stages * self.box_bytes
             + 8 * (2 * self.middles + 2 * x_stages + 2 * w_stages)
@@ -213,7 +214,3 @@ def expected_s(schedule: Schedule, work: FusedWork, device: CudaDevice) -> float
     loaded = tiles * slices * chunks * (boxes + weights)
     memory = max(2 * (read + written) / MEMORY, loaded / L2_CACHE)
     return max(turns * item / CLOCK, memory) + 5e-6
-
-
-def _whole(number: int, by: int) -> int:
-    return ceil_div(number, by) * by

@@ -15,6 +15,7 @@ from convgrad_service.backends.cuda.kernels.core.tensor_maps import TiledMap, pa
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import why_not_counted
 from convgrad_service.backends.cuda.kernels.grouped.grouped_box import why_not_pixels
 from convgrad_service.backends.cuda.structures import structure
+from convgrad_service.plans.base import round_up
 from convgrad_service.plans.cuda.device import HOPPER, CudaDevice
 from convgrad_service.plans.cuda.families import Solver
 from convgrad_service.plans.cuda.program import (
@@ -150,9 +151,9 @@ class _Boxes:
         # Past the last pixel of a row, products read the first pixels of the next row, which are
         # padding; past the last row, zeros that no copy overwrites.
         beyond = self.eights * COLUMNS + TAPS - 1 - self.x_extent[0]
-        self.y_at = _aligned(x_bytes + max(beyond, 0) * self.pixel_bytes)
+        self.y_at = round_up(x_bytes + max(beyond, 0) * self.pixel_bytes, ALIGNMENT)
         self.x_gap = self.y_at - x_bytes if beyond > 0 else 0
-        self.stage_bytes = self.y_at + _aligned(prod(self.y_extent) * self.pixel_bytes)
+        self.stage_bytes = self.y_at + round_up(prod(self.y_extent) * self.pixel_bytes, ALIGNMENT)
         self.row_tiles = ceil_div(work.input[1], share.rows)
         self.tiles = ceil_div(work.batch, share.images) * self.row_tiles * self.column_tiles
         self.slices = ceil_div(work.groups * work.in_channels, WIDTH)
@@ -291,10 +292,6 @@ def _maps(boxes: _Boxes) -> tuple[TiledMap, TiledMap]:
         TiledMap.of_images(work.x, channels, work.input[1:], work.batch, x_box, swizzle),
         TiledMap.of_images(work.y, channels, work.output[1:], work.batch, y_box, swizzle),
     )
-
-
-def _aligned(size: int) -> int:
-    return ceil_div(size, 512) * 512
 
 
 def _instance(dtype: DType, near: int) -> Instance:

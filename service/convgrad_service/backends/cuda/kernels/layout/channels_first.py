@@ -9,7 +9,7 @@ convolutions whose pixels are not whole chunks of channels.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Generic, TypeVar
@@ -20,7 +20,6 @@ from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.families import Family, Solver, Work, choose
 from convgrad_service.plans.cuda.program import (
     Fragment,
-    Instance,
     Launch,
     Step,
     Workspace,
@@ -149,10 +148,6 @@ class ThroughChannelsLast(Solver[W, LastWork[W]]):
             expected_s=inner.expected_s,
             order=inner.order,
         )
-
-    def instances(self) -> Iterable[Instance]:
-        """None of its own; see `Family.instances`."""
-        return ()
 
     @abstractmethod
     def _last(self, work: W) -> LastWork[W] | str:

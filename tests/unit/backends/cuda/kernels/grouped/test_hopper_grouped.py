@@ -9,8 +9,7 @@ import pytest
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.families import FAMILIES
-from convgrad_service.backends.cuda.kernels.grouped.hopper_grouped import HopperGrouped
-from convgrad_service.backends.cuda.kernels.grouped.hopper_grouped_cuts import cuts_of
+from convgrad_service.backends.cuda.kernels.grouped.hopper_grouped import HopperGrouped, cuts_of
 from convgrad_service.plans.cuda.device import H200
 from convgrad_service.plans.cuda.families import choose
 from convgrad_service.plans.cuda.program import Launch
