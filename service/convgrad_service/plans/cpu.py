@@ -37,7 +37,6 @@ from convgrad_service.problems.geometry import ConvShape
 
 __all__ = ["Choice", "CpuDevice", "Direction", "choose"]
 
-CpuPlan = Plan
 Direction = Literal["fwd", "bwd_data", "bwd_weight"]
 Engine = Literal["first", "grouped", "dense", "direct"]
 ENGINES: tuple[Engine, ...] = ("first", "grouped", "dense", "direct")
@@ -72,10 +71,10 @@ class Choice:
         return f"{self.engine}_{self.direction}/{self.level}"
 
     @cached_property
-    def plan(self) -> CpuPlan:
+    def plan(self) -> Plan:
         if self.dense is None:
-            return CpuPlan(self.kernel, 0, 1, self.passed_over)
-        return CpuPlan(
+            return Plan(self.kernel, 0, 1, self.passed_over)
+        return Plan(
             self.kernel, self.dense.workspace_bytes, len(self.dense.parts), self.passed_over
         )
 

@@ -12,6 +12,7 @@ from convgrad_service.plans.cuda.assembly import (
     concurrent_plan,
     conv_work,
     sequential_plan,
+    work_on,
 )
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.families import Chosen, Families, choose, first_of
@@ -162,18 +163,16 @@ def _plan_fused(problem: GroupedConvConvFwd, device: CudaDevice, families: Famil
     def work(index: int, x: Operand, y: Operand) -> ConvWork:
         conv = (problem.conv0, problem.conv1)[index]
         weight = f"weight{index}"
-        return ConvWork(
-            direction="fwd",
-            conv=conv,
-            dtype=dtype,
-            result_dtype=dtype,
-            x=x,
-            w=weight_operand(weight, dtype, layout, inputs[weight].shape, conv.groups),
-            y=y,
+        w = weight_operand(weight, dtype, layout, inputs[weight].shape, conv.groups)
+        return work_on(
+            problem,
+            "fwd",
+            conv,
+            x,
+            w,
+            y,
             bias=f"bias{index}" if (problem.bias0, problem.bias1)[index] else None,
             activation=(problem.activation0, problem.activation1)[index],
-            precision=problem.precision,
-            deterministic=problem.deterministic,
             prefix=f"{prefix}{index}.",
             follows=index == 1,
             leads=index == 0,
@@ -210,17 +209,8 @@ def _plan_backprop_input(
 ) -> CudaPlan:
     """Plan a bwd_data on plain layouts, between copies from and to blocked formats."""
     converted = convert_formats(problem)
-    work = ConvWork(
-        direction="bwd_data",
-        conv=problem.conv,
-        dtype=problem.dtype,
-        result_dtype=problem.dtype,
-        x=converted.grad_input,
-        w=converted.weight,
-        y=converted.grad_output,
-        precision=problem.precision,
-        deterministic=problem.deterministic,
-    )
+    operands = {"x": converted.grad_input, "w": converted.weight, "y": converted.grad_output}
+    work = work_on(problem, "bwd_data", problem.conv, **operands)
     chosen = [choose(families.copy, copy, device) for copy in converted.before]
     chosen.append(choose_conv(work, device, families))
     chosen += [choose(families.copy, copy, device) for copy in converted.after]

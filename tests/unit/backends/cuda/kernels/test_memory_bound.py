@@ -18,6 +18,7 @@ from convgrad_service.plans.cuda.program import CudaPlan, Launch
 from convgrad_service.problems import ConvBwdData, ConvFwd, GroupedConvBwdWeight, MaxPoolBwd
 from convgrad_service.problems.geometry import ConvShape, PoolShape
 from convgrad_service.problems.layouts import LAYOUTS
+from tests.perf.layer_problems import shape_of
 
 SUITE = Path(__file__).parents[4] / "perf" / "suite" / "layers.json"
 LAYERS: list[dict[str, Any]] = json.loads(SUITE.read_text(encoding="utf-8"))
@@ -31,18 +32,7 @@ TYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
 
 def conv_of(layer: dict[str, Any], channels: int | None = None) -> ConvShape:
     channels = channels or layer["C"]
-    return ConvShape(
-        batch=layer["N"],
-        groups=channels,
-        in_channels=channels,
-        out_channels=channels,
-        input_size=tuple(layer["input_size"]),
-        kernel_size=tuple(layer["kernel_size"]),
-        output_size=tuple(layer["output_size"]),
-        stride=tuple(layer["stride"]),
-        padding=tuple((pad, pad) for pad in layer["padding"]),
-        dilation=tuple(layer["dilation"]),
-    )
+    return shape_of({**layer, "C": channels, "K": channels, "groups": channels})
 
 
 def pool_of(layer: dict[str, Any], dtype: DType, last: bool) -> MaxPoolBwd:
