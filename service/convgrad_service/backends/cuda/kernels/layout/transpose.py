@@ -121,8 +121,6 @@ class Transpose(Solver[Copy, tuple[_Box, int, int]]):
         args.source_chunk, args.target_chunk = (
             0 if gcd(*each) % chunk else CHUNK_BYTES for each in (sources, targets)
         )
-        short, long = (x_axis, y_axis) if name == PLANES else (y_axis, x_axis)
-        args.rows = _rows(short, long.extent, itemsize) if name != self.name else 0
         if joined is not None:
             above = box.axes[joined]
             outer.remove(above)
@@ -134,9 +132,17 @@ class Transpose(Solver[Copy, tuple[_Box, int, int]]):
         if name == self.name:
             aligned = bool(args.source_chunk), bool(args.target_chunk)
             instance = _tile_instance(itemsize, *aligned, 1 if joined is None else 2)
+            ends = y_axis.extent, x_axis.target, *(axis.target for axis in outer), work.target_start
+            lead = SECTOR_BYTES // itemsize if gcd(*ends) % chunk else 0
+            across = ceil_div(x_axis.extent, TILE_X[itemsize])
+            tiles = across * ceil_div(args.y_extent + lead, TILE_Y)
         else:
             instance = _instance(name, itemsize)
-        return _fragment(work, args, instance, (_tiles(work, box, x, y), 1, 1))
+            short, long = (x_axis, y_axis) if name == PLANES else (y_axis, x_axis)
+            args.rows = _rows(short, long.extent, itemsize)
+            tiles = ceil_div(long.extent, args.rows)
+        grid = tiles * prod(axis.extent for axis in outer), 1, 1
+        return _fragment(work, args, instance, grid)
 
     def instances(self) -> Iterable[Instance]:
         return [
@@ -260,25 +266,6 @@ def _rows(short: CopyAxis, count: int, itemsize: int) -> int:
     chunk = CHUNK_BYTES // itemsize
     most = PLANES_BYTES // itemsize // short.extent // chunk * chunk
     return ceil_div(ceil_div(count, ceil_div(count, most)), chunk) * chunk
-
-
-def _tiles(work: Copy, box: _Box, x: int, y: int) -> int:
-    itemsize = work.dtype.itemsize
-    x_axis, y_axis = box.axes[x], box.axes[y]
-    joined = _outer_y(work, box, x, y)
-    outer = [axis for index, axis in enumerate(box.axes) if index not in (x, y, joined)]
-    kind = _kind(box, x, y)
-    if kind == PLANES:
-        inner = ceil_div(y_axis.extent, _rows(x_axis, y_axis.extent, itemsize))
-    elif kind == RUNS:
-        inner = ceil_div(x_axis.extent, _rows(y_axis, x_axis.extent, itemsize))
-    else:
-        targets = y_axis.extent, x_axis.target, *(axis.target for axis in outer), work.target_start
-        lead = SECTOR_BYTES // itemsize if gcd(*targets) * itemsize % CHUNK_BYTES else 0
-        extent = y_axis.extent * (1 if joined is None else box.axes[joined].extent)
-        tiles_y = ceil_div(extent + lead, TILE_Y)
-        inner = ceil_div(x_axis.extent, TILE_X[itemsize]) * tiles_y
-    return inner * prod(axis.extent for axis in outer)
 
 
 def _tile_instance(itemsize: int, source: bool, target: bool, y_axes: int = 1) -> Instance:
