@@ -30,8 +30,8 @@ class GatherTile(Solver[ConvWork, Size3]):
 
     name = "gather_tile"
 
-    def solve(self, work: ConvWork, device: CudaDevice) -> Size3 | str:
-        """See `Solver.solve`.
+    def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
+        """See `Family.why_not`.
 
         Judged by channels alone: a problem in pieces must choose as the whole does, so that sums
         have one order.
@@ -41,6 +41,9 @@ class GatherTile(Solver[ConvWork, Size3]):
             return f"{written} result channels per group would leave most of a tile of {CHANNELS}"
         if read < STEP // 2:
             return f"{read} source channels per group would leave most of a step of {STEP}"
+        return super().why_not(work, device)
+
+    def solve(self, work: ConvWork, device: CudaDevice) -> Size3:
         d, h, w = (min(pair) for pair in zip(_step(work), work.sizes[1], strict=True))
         return d, h, w
 

@@ -20,12 +20,15 @@ class WeightTile(WeightFallback):
 
     name = "weight_tile"
 
-    def solve(self, work: ConvWork, device: CudaDevice) -> int | str:
-        """See `Solver.solve`; depends on channels only, like `GatherTile`."""
+    def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
+        """See `Family.why_not`; depends on channels only, like `GatherTile`."""
         if work.in_channels * work.out_channels < TILE * TILE // 16:
             return (
                 f"{work.out_channels}x{work.in_channels} channels per group would leave most of a "
                 f"tile of {TILE}x{TILE}"
             )
+        return super().why_not(work, device)
+
+    def solve(self, work: ConvWork, device: CudaDevice) -> int:
         tiles = ceil_div(work.in_channels, TILE) * ceil_div(work.out_channels, TILE)
         return work.groups * work.taps * tiles
