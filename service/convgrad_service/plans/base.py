@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Plan"]
+__all__ = ["Plan", "ceil_div", "round_up"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,3 +27,13 @@ class Plan:
     workspace_bytes: int
     pieces: int = 1
     passed_over: tuple[tuple[str, str], ...] = ()
+
+
+def ceil_div(a: int, b: int) -> int:
+    """Return a / b, rounded up."""
+    return -(-a // b)
+
+
+def round_up(value: int, unit: int) -> int:
+    """Return the least multiple of ``unit`` that is not less than ``value``."""
+    return -(-value // unit) * unit

@@ -8,12 +8,7 @@ from typing import Literal
 
 from convgrad.dtypes import DType
 from convgrad_service.plans.base import Plan
-from convgrad_service.plans.cpu_dense import (
-    dense_of,
-    gather_tiles,
-    weight_chunks,
-    weight_tiles,
-)
+from convgrad_service.plans.cpu_dense import dense_of
 from convgrad_service.plans.cpu_dense_parts import (
     PANEL_LIMIT_BYTES,
     SCRATCH_LIMIT_BYTES,
@@ -23,7 +18,7 @@ from convgrad_service.plans.cpu_dense_parts import (
     weight_plan,
 )
 from convgrad_service.plans.cpu_device import CpuDevice, sum_bytes
-from convgrad_service.plans.cpu_first import first_chunks, first_steps, first_tiles
+from convgrad_service.plans.cpu_first import first_steps
 from convgrad_service.plans.cpu_times import (
     correlation_ns,
     first_ns,
@@ -40,9 +35,8 @@ from convgrad_service.plans.cpu_worth import (
 from convgrad_service.plans.planar import bwd_data_plan, bwd_weight_plan, forward_plan
 from convgrad_service.problems.geometry import ConvShape
 
-__all__ = ["Choice", "CpuDevice", "CpuPlan", "Direction", "choose"]
+__all__ = ["Choice", "CpuDevice", "Direction", "choose"]
 
-CpuPlan = Plan
 Direction = Literal["fwd", "bwd_data", "bwd_weight"]
 Engine = Literal["first", "grouped", "dense", "direct"]
 ENGINES: tuple[Engine, ...] = ("first", "grouped", "dense", "direct")
@@ -77,10 +71,10 @@ class Choice:
         return f"{self.engine}_{self.direction}/{self.level}"
 
     @cached_property
-    def plan(self) -> CpuPlan:
+    def plan(self) -> Plan:
         if self.dense is None:
-            return CpuPlan(self.kernel, 0, 1, self.passed_over)
-        return CpuPlan(
+            return Plan(self.kernel, 0, 1, self.passed_over)
+        return Plan(
             self.kernel, self.dense.workspace_bytes, len(self.dense.parts), self.passed_over
         )
 
@@ -120,13 +114,13 @@ def choose(
         else:
             times["grouped"] = grouped
     if times.get("grouped") != 0:
-        plans["dense"] = _dense_plan(direction, conv, dtype, device)
-        if plans["dense"] is None:
+        plan = plans["dense"] = _dense_plan(direction, conv, dtype, device)
+        if plan is None:
             reasons["dense"] = (
                 f"one tile needs more than {PANEL_LIMIT_BYTES} bytes for its weights, or more than "
                 f"{SCRATCH_LIMIT_BYTES} for its pixels"
             )
-        elif not _worth_tiling(direction, conv, dtype, device):
+        elif not _worth_tiling(direction, conv, plan, dtype, device):
             reasons["dense"] = "most products of its tiles would be with padding"
         elif direction == "bwd_weight":
             times["dense"] = weight_ns(dense, lanes, last=last)
@@ -195,14 +189,8 @@ def _first_plan(conv: ConvShape, dtype: DType, device: CpuDevice) -> DensePlan |
     plan = first_plan(dense, sum_bytes=size, device=device)
     if plan is None:
         return None
-    tiles = first_tiles(
-        dense,
-        chunks=first_chunks(dense, size),
-        sum_bytes=size,
-        vector_bytes=device.vector_bytes,
-        threads=1,
-    )
-    steps = first_steps(dense, tiles, sum_bytes=size)
+    # Judged by the tiles for one thread, since the engine determines the order of summation.
+    steps = first_steps(dense, plan.alone, sum_bytes=size)
     return plan if worth_tiling(steps, direct_steps("bwd_weight", conv)) else None
 
 
@@ -215,28 +203,13 @@ def _dense_plan(
     return gather_plan(dense, backward=direction == "bwd_data", sum_bytes=size, device=device)
 
 
-def _worth_tiling(direction: Direction, conv: ConvShape, dtype: DType, device: CpuDevice) -> bool:
+def _worth_tiling(
+    direction: Direction, conv: ConvShape, plan: DensePlan, dtype: DType, device: CpuDevice
+) -> bool:
     dense, size, backward = dense_of(conv), sum_bytes(dtype), direction == "bwd_data"
-    # Always planned for one thread, since the engine determines the order of summation.
     if direction == "bwd_weight":
-        tiles = weight_tiles(
-            dense,
-            whole_out_channels=dense.out_channels,
-            chunks=weight_chunks(dense, size),
-            sum_bytes=size,
-            vector_bytes=device.vector_bytes,
-            threads=1,
-        )
-        steps = weight_steps(dense, tiles, sum_bytes=size)
+        steps = weight_steps(dense, plan.alone, sum_bytes=size)
     else:
-        tiles = gather_tiles(
-            dense,
-            backward=backward,
-            sum_bytes=size,
-            vector_bytes=device.vector_bytes,
-            threads=1,
-        )
-        steps = gather_steps(
-            dense, tiles, backward=backward, sum_bytes=size, vector_bytes=device.vector_bytes
-        )
+        sizes = {"sum_bytes": size, "vector_bytes": device.vector_bytes}
+        steps = gather_steps(dense, plan.alone, backward=backward, **sizes)
     return worth_tiling(steps, direct_steps(direction, conv))

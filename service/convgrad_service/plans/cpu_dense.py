@@ -7,10 +7,11 @@ scratch by the same formulas and fail if it is too small.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
+from convgrad_service.plans.base import round_up
 from convgrad_service.problems.geometry import ConvShape
+from convgrad_service.problems.sizes import Size3, size3
 
 __all__ = ["Dense", "Tiles", "dense_of", "gather_tiles", "weight_chunks", "weight_tiles"]
 
@@ -40,12 +41,12 @@ class Dense:
     groups: int
     in_channels: int
     out_channels: int
-    input: tuple[int, int, int]
-    kernel: tuple[int, int, int]
-    output: tuple[int, int, int]
-    stride: tuple[int, int, int]
-    dilation: tuple[int, int, int]
-    pad: tuple[int, int, int]
+    input: Size3
+    kernel: Size3
+    output: Size3
+    stride: Size3
+    dilation: Size3
+    pad: Size3
 
     @property
     def taps(self) -> int:
@@ -173,10 +174,6 @@ def gather_tiles(
     )
 
 
-def _up(value: int, unit: int) -> int:
-    return -(-value // unit) * unit
-
-
 def _even(extent: int, tile: int) -> int:
     """Return the smallest tile that gives the same number of tiles."""
     return -(-extent // -(-extent // tile))
@@ -239,7 +236,7 @@ def weight_tiles(
     while chunks * dense.groups * shares() < 2 * threads and k_share > 2 * lanes:
         k_share = -(-k_share // 2)
     while chunks * dense.groups * shares() < 2 * threads and c_share > columns:
-        c_share = _up(_up(c_share, 2) // 2, columns)
+        c_share = round_up(round_up(c_share, 2) // 2, columns)
 
     y_pixel, x_pixel = _weight_pixel(k_share, sum_bytes), _weight_pixel(c_share, sum_bytes)
     scratch = (
@@ -280,15 +277,10 @@ def dense_of(conv: ConvShape) -> Dense:
         groups=conv.groups,
         in_channels=conv.in_channels_per_group,
         out_channels=conv.out_channels_per_group,
-        input=_three(conv.input_size, 1),
-        kernel=_three(conv.kernel_size, 1),
-        output=_three(conv.output_size, 1),
-        stride=_three(conv.stride, 1),
-        dilation=_three(conv.dilation, 1),
-        pad=_three([before for before, _ in conv.padding], 0),
+        input=size3(conv.input_size),
+        kernel=size3(conv.kernel_size),
+        output=size3(conv.output_size),
+        stride=size3(conv.stride),
+        dilation=size3(conv.dilation),
+        pad=size3(tuple(before for before, _ in conv.padding), 0),
     )
-
-
-def _three(values: Sequence[int], missing: int) -> tuple[int, int, int]:
-    first, second, third = (*(missing,) * (3 - len(values)), *values)
-    return first, second, third

@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
-from convgrad_service.plans.planar import PLANS_KEPT, PlanarPlan, Triple
+from convgrad_service.plans.base import round_up
+from convgrad_service.plans.planar import PLANS_KEPT, PlanarPlan
+from convgrad_service.problems.sizes import Size3, size3
 
-__all__ = ["DepthwiseTiles", "depthwise_tiles"]
+__all__ = ["depthwise_tiles"]
 
 # Target size of a task's blocks, to fit half of the L2 cache. Above the hard limit the grouped
 # kernels run.
@@ -35,8 +37,8 @@ RUN_BYTES, MET_BYTES = 40, 32
 class DepthwiseTiles:
     """The tiling of one launch, with the names of ``kernels/planar_args.hpp``."""
 
-    tile: Triple
-    tiles: Triple
+    tile: Size3
+    tiles: Size3
     group_block: int
     splits: int
     tasks: int
@@ -69,7 +71,7 @@ def depthwise_tiles(
     tables += [taps * MET_BYTES, taps * vector_bytes]
     if not weight:
         tables += [channels * vector_bytes, channels * taps * vector_bytes]
-    tables_bytes = sum(map(_up64, tables))
+    tables_bytes = sum(round_up(table, 64) for table in tables)
 
     def scratch(tile: list[int], vectors: int) -> int:
         source = prod(
@@ -78,7 +80,7 @@ def depthwise_tiles(
         )
         result = prod(t * step for t, step in zip(tile, plan.dst_step, strict=True))
         blocks = source, result, taps if weight else 0
-        return tables_bytes + sum(_up64(vectors * block * vector_bytes) for block in blocks)
+        return tables_bytes + sum(round_up(vectors * block * vector_bytes, 64) for block in blocks)
 
     def shrunk(vectors: int) -> list[int]:
         tile = list(extent)
@@ -104,8 +106,8 @@ def depthwise_tiles(
     blocks, units = -(-groups // (vectors * lanes)), batch * prod(tiles)
     splits = min(units, MOST_SPLITS) if weight else 1
     return DepthwiseTiles(
-        _triple(tile),
-        _triple(tiles),
+        size3(tuple(tile)),
+        size3(tuple(tiles)),
         vectors * lanes,
         splits,
         blocks * (splits if weight else units),
@@ -121,12 +123,3 @@ def _met(plan: PlanarPlan) -> tuple[list[int], list[int]]:
     offsets = plan.taps[:, 1:4] + plan.origin
     source = offsets * plan.src_step + plan.src_phase[plan.taps[:, 0]]
     return [int(v) for v in source.min(axis=0)], [int(v) for v in source.max(axis=0)]
-
-
-def _triple(values: list[int]) -> Triple:
-    first, second, third = values
-    return first, second, third
-
-
-def _up64(size_bytes: int) -> int:
-    return -(-size_bytes // 64) * 64

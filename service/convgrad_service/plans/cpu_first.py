@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 
+from convgrad_service.plans.base import round_up
 from convgrad_service.plans.cpu_dense import Dense, Tiles
 
 __all__ = ["first_chunks", "first_steps", "first_tiles"]
@@ -39,22 +40,22 @@ def first_tiles(
     """Return the tiles of a weight gradient. Threads affect only the channel shares."""
     lanes, line = vector_bytes // sum_bytes, 64 // sum_bytes
     rows, columns, group = _tile(dense, sum_bytes)
-    share = _up(min(dense.out_channels, SHARE_CHANNELS), lanes)
+    share = round_up(min(dense.out_channels, SHARE_CHANNELS), lanes)
 
     def tasks() -> int:
         return chunks * dense.groups * -(-dense.out_channels // share)
 
     while tasks() < 2 * threads and share > 2 * lanes:
-        share = _up(-(-share // 2), lanes)
-    terms = dense.taps * dense.in_channels
+        share = round_up(-(-share // 2), lanes)
+    terms, padded = dense.taps * dense.in_channels, round_up(dense.out_channels, lanes)
     gradients = group * columns * (-(-share // line) | 1) * line
     sums = (_slab(dense, rows, columns), gradients)
     tables = (dense.taps * RUN_BYTES, group * SEGMENT_BYTES)
-    scratch = sum(_up(size, 64) for size in (*tables, *(count * sum_bytes for count in sums)))
+    scratch = sum(round_up(size, 64) for size in (*tables, *(count * sum_bytes for count in sums)))
     return Tiles(
         block=(chunks, rows, columns, group, share),
         scratch_bytes=scratch,
-        workspace_bytes=chunks * dense.groups * terms * _up(dense.out_channels, lanes) * sum_bytes,
+        workspace_bytes=chunks * dense.groups * terms * padded * sum_bytes,
         tasks=max(tasks(), dense.groups * -(-dense.out_channels // lanes)),
     )
 
@@ -88,7 +89,3 @@ def _tiles(dense: Dense, sum_bytes: int) -> tuple[int, int, int]:
     """Return the number of tiles of an image along each dimension."""
     rows, columns, _ = _tile(dense, sum_bytes)
     return dense.output[0], -(-dense.output[1] // rows), -(-dense.output[2] // columns)
-
-
-def _up(value: int, unit: int) -> int:
-    return -(-value // unit) * unit

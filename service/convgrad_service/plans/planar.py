@@ -9,28 +9,23 @@ of sizes.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
 
+from convgrad_service.plans.base import round_up
 from convgrad_service.plans.cpu_worth import direct_steps, worth_tiling
 from convgrad_service.problems.geometry import ConvShape
+from convgrad_service.problems.sizes import Size3 as Triple
+from convgrad_service.problems.sizes import size3
+from convgrad_service.problems.sizes import size3 as triple
 
-__all__ = [
-    "PLANS_KEPT",
-    "PlanarPlan",
-    "Triple",
-    "bwd_data_plan",
-    "bwd_weight_plan",
-    "forward_plan",
-    "triple",
-]
-
-Triple = tuple[int, int, int]
+__all__ = ["PLANS_KEPT", "PlanarPlan", "Triple", "bwd_data_plan", "bwd_weight_plan", "forward_plan"]
+__all__ += ["triple"]
 
 # Target size of a task's planes, to fit the L2 cache. Above the hard limit another kernel runs.
 TILE_BYTES = 256 * 1024
@@ -99,25 +94,10 @@ class _Line:
         return min(values), max(values)
 
 
-def triple(values: tuple[int, ...], missing: int) -> Triple:
-    """Pad one to three values in front to three."""
-    first, second, third = (*(missing,) * (3 - len(values)), *values)
-    return first, second, third
-
-
 def _lines(conv: ConvShape) -> list[tuple[int, int, int, int, int, int]]:
-    before = tuple(pad for pad, _ in conv.padding)
-    return list(
-        zip(
-            triple(conv.input_size, 1),
-            triple(conv.kernel_size, 1),
-            triple(conv.output_size, 1),
-            triple(conv.stride, 1),
-            triple(conv.dilation, 1),
-            triple(before, 0),
-            strict=True,
-        )
-    )
+    sizes = conv.input_size, conv.kernel_size, conv.output_size, conv.stride, conv.dilation
+    before = size3(tuple(pad for pad, _ in conv.padding), 0)
+    return list(zip(*map(size3, sizes), before, strict=True))
 
 
 def _forward_line(
@@ -160,31 +140,19 @@ def forward_plan(conv: ConvShape, acc_bytes: int, lanes: int, swap: bool) -> Pla
     swap : bool
         Whether channels are contiguous, so that blocks are transposed.
     """
-    if not _tables_fit("fwd", conv):
-        return None
-    lines = [_forward_line(*line, keep=False) for line in _lines(conv)]
-    channels = conv.in_channels_per_group, conv.out_channels_per_group
-    return _plan(conv, lines, channels, acc_bytes, lanes, "fwd", swap=swap)
+    return _plan(conv, partial(_forward_line, keep=False), acc_bytes, lanes, "fwd", swap=swap)
 
 
 @lru_cache(maxsize=PLANS_KEPT)
 def bwd_data_plan(conv: ConvShape, acc_bytes: int, lanes: int, swap: bool) -> PlanarPlan | None:
     """Plan an input gradient; see `forward_plan`."""
-    if not _tables_fit("bwd_data", conv):
-        return None
-    lines = [_bwd_data_line(*line) for line in _lines(conv)]
-    channels = conv.out_channels_per_group, conv.in_channels_per_group
-    return _plan(conv, lines, channels, acc_bytes, lanes, "bwd_data", swap=swap)
+    return _plan(conv, _bwd_data_line, acc_bytes, lanes, "bwd_data", swap=swap)
 
 
 @lru_cache(maxsize=PLANS_KEPT)
 def bwd_weight_plan(conv: ConvShape, acc_bytes: int, lanes: int, swap: bool) -> PlanarPlan | None:
     """Plan a weight gradient; see `forward_plan`."""
-    if not _tables_fit("bwd_weight", conv):
-        return None
-    lines = [_forward_line(*line, keep=True) for line in _lines(conv)]
-    channels = conv.in_channels_per_group, conv.out_channels_per_group
-    return _plan(conv, lines, channels, acc_bytes, lanes, "bwd_weight", swap=swap)
+    return _plan(conv, partial(_forward_line, keep=True), acc_bytes, lanes, "bwd_weight", swap=swap)
 
 
 def _tables_fit(direction: str, conv: ConvShape) -> bool:
@@ -202,15 +170,20 @@ def _tables_fit(direction: str, conv: ConvShape) -> bool:
 
 def _plan(
     conv: ConvShape,
-    lines: list[_Line],
-    channels: tuple[int, int],
+    line_of: Callable[..., _Line],
     acc_bytes: int,
     lanes: int,
     direction: str,
     *,
     swap: bool,
 ) -> PlanarPlan | None:
+    if not _tables_fit(direction, conv):
+        return None
+    lines = [line_of(*line) for line in _lines(conv)]
     weight = direction == "bwd_weight"
+    channels = conv.in_channels_per_group, conv.out_channels_per_group
+    if direction == "bwd_data":
+        channels = channels[::-1]
     if prod(len(line.src_phases) for line in lines) * channels[0] > SCRATCH_LIMIT_BYTES:
         return None
     if prod(conv.kernel_size) * channels[0] * 8 > SCRATCH_LIMIT_BYTES:
@@ -236,14 +209,14 @@ def _plan(
 
     def scratch(tile: list[int], block: int) -> int:
         box = [t + r for t, r in zip(tile, reach, strict=True)]
-        plane = _up(prod(box), lanes)
+        plane = round_up(prod(box), lanes)
         source = _up64((block * len(src_phase) * channels[0] * plane + SLACK_VECTORS * lanes) * a)
         terms = channels[0] * len(rows)
         if weight:
-            pitch = _up(tile[0] * box[1] * box[2], lanes)
+            pitch = round_up(tile[0] * box[1] * box[2], lanes)
             return _up64(8 * terms) + source + _up64(block * channels[1] * pitch * a)
         positions = ((tile[0] - 1) * box[1] + tile[1] - 1) * box[2] + tile[2]
-        sums = _up64((1 + paired) * block * channels[1] * _up(positions, lanes) * a)
+        sums = _up64((1 + paired) * block * channels[1] * round_up(positions, lanes) * a)
         return 2 * _up64(8 * terms) + _up64(block * channels[1] * terms * a) + source + sums
 
     a = acc_bytes
@@ -286,14 +259,14 @@ def _plan(
     # A weight gradient has a vector of zeros after each plane.
     ends = _up64(block * len(src_phase) * channels[0] * lanes * a) if weight else 0
     return PlanarPlan(
-        src_size=_triple(line.src_size for line in lines),
-        dst_size=_triple(line.dst_size for line in lines),
-        src_step=_triple(line.src_step for line in lines),
-        dst_step=_triple(line.dst_step for line in lines),
-        origin=_triple(origin),
-        tile=_triple(tile),
-        tiles=_triple(tiles),
-        box=_triple(box),
+        src_size=size3(tuple(line.src_size for line in lines)),
+        dst_size=size3(tuple(line.dst_size for line in lines)),
+        src_step=size3(tuple(line.src_step for line in lines)),
+        dst_step=size3(tuple(line.dst_step for line in lines)),
+        origin=size3(tuple(origin)),
+        tile=size3(tuple(tile)),
+        tiles=size3(tuple(tiles)),
+        box=size3(tuple(box)),
         group_block=block,
         src_phase=np.array(src_phase, np.int64),
         dst_phase=np.array(dst_phase, np.int64),
@@ -307,14 +280,5 @@ def _plan(
     )
 
 
-def _triple(values: Iterable[int]) -> Triple:
-    first, second, third = values
-    return first, second, third
-
-
-def _up(value: int, unit: int) -> int:
-    return -(-value // unit) * unit
-
-
 def _up64(size_bytes: int) -> int:
-    return _up(size_bytes, 64)
+    return round_up(size_bytes, 64)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
-from convgrad_service.plans.planar import Triple, triple
 from convgrad_service.problems.geometry import PoolShape
+from convgrad_service.problems.sizes import Size3, size3
 
 __all__ = ["PoolPlan", "pool_backward_plan", "pool_forward_plan"]
 
@@ -27,9 +27,9 @@ VECTORS, SMALL_BLOCKS_BYTES = 4, 128 * 1024
 class PoolPlan:
     """The tiling of one launch, with the names of ``kernels/pool_args.hpp``."""
 
-    tile: Triple
-    tiles: Triple
-    windows: Triple
+    tile: Size3
+    tiles: Size3
+    windows: Size3
     vectors: int
     meeting_words: int
     tasks: int
@@ -39,7 +39,7 @@ class PoolPlan:
 @lru_cache(maxsize=256)
 def pool_forward_plan(pool: PoolShape, vector_bytes: int, lanes: int) -> PoolPlan | None:
     """Tile the windows of a forward pass; None if processing single windows costs less."""
-    output = triple(pool.output_size, 1)
+    output = size3(pool.output_size)
 
     def scratch(tile: list[int]) -> int:
         return (2 * prod(tile) + prod(_reached(pool, tile))) * vector_bytes
@@ -59,8 +59,8 @@ def pool_backward_plan(
     ``searches`` if the maxima are recomputed from the input, otherwise indices are given.
     ``adjacent`` if channels are contiguous.
     """
-    kernel = triple(pool.kernel_size, 1)
-    stride, size = triple(pool.stride, 1), triple(pool.input_size, 1)
+    kernel = size3(pool.kernel_size)
+    stride, size = size3(pool.stride), size3(pool.input_size)
 
     def words(tile: list[int]) -> int:
         phases = min(stride[1], tile[1]) * min(stride[2], tile[2])
@@ -112,8 +112,8 @@ def _pays(pool: PoolShape, plan: PoolPlan, work: int, lanes: int, searches: bool
 
 def _reached(pool: PoolShape, windows: list[int]) -> list[int]:
     """Return the extent of the input that the windows read, in each dimension."""
-    stride, kernel = triple(pool.stride, 1), triple(pool.kernel_size, 1)
-    dilation = triple(pool.dilation, 1)
+    stride, kernel = size3(pool.stride), size3(pool.kernel_size)
+    dilation = size3(pool.dilation)
     return [
         (w - 1) * s + (k - 1) * d + 1
         for w, s, k, d in zip(windows, stride, kernel, dilation, strict=True)
@@ -122,8 +122,8 @@ def _reached(pool: PoolShape, windows: list[int]) -> list[int]:
 
 def _met(pool: PoolShape, tile: list[int]) -> list[int]:
     """Return the maximum number of windows, also outside the output, that overlap a tile."""
-    stride, kernel = triple(pool.stride, 1), triple(pool.kernel_size, 1)
-    dilation = triple(pool.dilation, 1)
+    stride, kernel = size3(pool.stride), size3(pool.kernel_size)
+    dilation = size3(pool.dilation)
     return [
         (t - 1 + (k - 1) * d) // s + 2
         for t, s, k, d in zip(tile, stride, kernel, dilation, strict=True)
@@ -143,7 +143,7 @@ def _shrunk(tile: list[int], least: list[int], scratch: Callable[[list[int]], in
 
 def _plan(
     pool: PoolShape,
-    extent: Triple,
+    extent: Size3,
     tile: list[int],
     windows: list[int],
     scratch_bytes: int,
@@ -153,9 +153,5 @@ def _plan(
 ) -> PoolPlan:
     tiles = [-(-e // t) for e, t in zip(extent, tile, strict=True)]
     tasks = pool.batch * -(-pool.channels // (vectors * lanes)) * prod(tiles)
-    return PoolPlan(_as(tile), _as(tiles), _as(windows), vectors, words, tasks, scratch_bytes)
-
-
-def _as(values: list[int]) -> Triple:
-    first, second, third = values
-    return first, second, third
+    own, count, read = (size3(tuple(each)) for each in (tile, tiles, windows))
+    return PoolPlan(own, count, read, vectors, words, tasks, scratch_bytes)

@@ -10,8 +10,7 @@ import pytest
 
 from convgrad_service.backends.base import Outcome
 from convgrad_service.backends.cuda.families import FAMILIES
-from convgrad_service.backends.cuda.kernels.fused.hopper_separable import HopperSeparable
-from convgrad_service.backends.cuda.kernels.fused.hopper_separable_tiles import TILES
+from convgrad_service.backends.cuda.kernels.fused.hopper_separable import TILES, HopperSeparable
 from tests.emulator.backend import EmulatedBackend, works_here
 from tests.support.kernels.harness import answers, check, drawn
 from tests.support.numerics.cases import Case, fused

@@ -11,7 +11,6 @@ from convgrad_service.backends.base import Backend
 from convgrad_service.backends.cuda.families import COPIES, FAMILIES
 from convgrad_service.backends.cuda.kernels.fallback.gather_direct import GatherDirect
 from convgrad_service.backends.cuda.kernels.fallback.weight_direct import WeightDirect
-from convgrad_service.backends.cuda.kernels.grouped.grouped_box import lattice_axis
 from convgrad_service.backends.cuda.kernels.grouped.grouped_gather import (
     Box,
     GroupedGather,
@@ -58,12 +57,11 @@ def emulated() -> EmulatedBackend:
 class Gather(GroupedGather):
     """The family with small boxes, several per block."""
 
-    def launches(self, work: ConvWork, device: CudaDevice, box: Box | None = None) -> Fragment:
+    def fragment(self, work: ConvWork, device: CudaDevice, box: Box) -> Fragment:
         few = replace(device, multiprocessors=1)
-        axes = [lattice_axis(work, dim) for dim in range(3)]
-        every = list(boxes_of(work, axes, few))
+        every = list(boxes_of(work, few))
         fitting = [one for one in every if one.stages > 1 and one.positions > 5] or every
-        return super().launches(work, few, min(fitting, key=lambda one: one.positions))
+        return super().fragment(work, few, min(fitting, key=lambda one: one.positions))
 
 
 class Weight(GroupedWeight):
@@ -73,13 +71,13 @@ class Weight(GroupedWeight):
         super().__init__(copy_engine=copy_engine)
         self._seed = seed
 
-    def launches(self, work: ConvWork, device: CudaDevice, share: Share | None = None) -> Fragment:
+    def fragment(self, work: ConvWork, device: CudaDevice, share: Share) -> Fragment:
         # The same for equal works.
         draw = random.Random(f"{self._seed} {work.conv}")
         few = replace(device, multiprocessors=draw.choice((1, 2, 9)))
         engine = self._has_engine(work, few)
         every = [one for _, one in shares_of(work, few, engine)]
-        return super().launches(work, few, draw.choice(every))
+        return super().fragment(work, few, draw.choice(every))
 
 
 @pytest.fixture(params=[False, True], ids=["threads", "copy_engine"])

@@ -75,11 +75,11 @@ class Drawn(GroupedWeight):
         super().__init__()
         self._seed, self._multiprocessors = seed, multiprocessors
 
-    def launches(self, work: ConvWork, device: CudaDevice, share: Share | None = None) -> Fragment:
+    def fragment(self, work: ConvWork, device: CudaDevice, share: Share) -> Fragment:
         few = replace(device, multiprocessors=self._multiprocessors)
         # The same for equal works.
         draw = random.Random(f"{self._seed} {work.conv}")
-        return super().launches(
+        return super().fragment(
             work, few, draw.choice([one for _, one in shares_of(work, few, True)])
         )
 

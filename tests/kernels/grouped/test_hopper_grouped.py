@@ -10,8 +10,7 @@ import pytest
 
 from convgrad_service.backends.base import Backend
 from convgrad_service.backends.cuda.families import COPIES, FAMILIES
-from convgrad_service.backends.cuda.kernels.grouped.hopper_grouped import HopperGrouped
-from convgrad_service.backends.cuda.kernels.grouped.hopper_grouped_cuts import cuts_of
+from convgrad_service.backends.cuda.kernels.grouped.hopper_grouped import HopperGrouped, cuts_of
 from convgrad_service.backends.cuda.kernels.layout.channels_first import ConvThroughChannelsLast
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.families import Family
@@ -61,7 +60,7 @@ class WithCut:
     def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
         few = replace(device, multiprocessors=1)
         cuts = list(cuts_of(work, few))
-        return self._family.launches(work, few, cuts[int(self._share * (len(cuts) - 1))])
+        return self._family.fragment(work, few, cuts[int(self._share * (len(cuts) - 1))])
 
     def instances(self) -> Iterable[Instance]:
         return self._family.instances()

@@ -55,18 +55,18 @@ emulation = pytest.mark.skipif(not works_here(), reason="the emulator is written
 class InTurn(HopperGroupedWeight):
     """The family with small tiles, many per block."""
 
-    def launches(self, work: ConvWork, device: CudaDevice, share: Share | None = None) -> Fragment:
+    def fragment(self, work: ConvWork, device: CudaDevice, share: Share) -> Fragment:
         few = replace(device, multiprocessors=2)
         small = min(shares_of(work, few), key=lambda one: (one.images, one.rows, one.columns))
-        return super().launches(work, few, small)
+        return super().fragment(work, few, small)
 
 
 class Together(HopperGroupedWeight):
     """The family with the maximum number of images per tile."""
 
-    def launches(self, work: ConvWork, device: CudaDevice, share: Share | None = None) -> Fragment:
+    def fragment(self, work: ConvWork, device: CudaDevice, share: Share) -> Fragment:
         most = max(shares_of(work, device), key=lambda one: one.images)
-        return super().launches(work, device, most)
+        return super().fragment(work, device, most)
 
 
 def emulated(family: HopperGroupedWeight) -> EmulatedBackend:

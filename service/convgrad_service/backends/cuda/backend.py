@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -59,18 +59,6 @@ Tensors = Mapping[str, NDArray[Any]]
 RESERVE_BYTES = 1 * 2**30
 # Device memory that each lane's pool starts with, and at most this share of all of it.
 POOLED_BYTES, POOLED_SHARE = 64 * 2**20, 256
-
-
-@dataclass(slots=True)
-class _Spent:
-    """Time and memory that the pieces of one request took."""
-
-    upload_s: float = 0.0
-    compute_s: float = 0.0
-    download_s: float = 0.0
-    pieces: int = 0
-    workspace_bytes: int = 0
-    kernel: str = ""
 
 
 class CudaBackend(Diagnostics):
@@ -184,14 +172,16 @@ class CudaBackend(Diagnostics):
 
         ``compute_s`` is the GPU's time without copies.
         """
-        spent = _Spent()
+        done: list[Outcome] = []
 
         def one(part: Problem, inputs: Tensors) -> dict[str, NDArray[Any]]:
             wanted = out if part is problem else None
             # Take a lane only once the kernels are compiled.
             wait_for(self._kernels.compile_ahead(self._prepared(part)[0].steps), cancelled)
             with self._translated(part), self._lane() as lane:
-                return self._compute(part, inputs, wanted or {}, lane, spent, cancelled)
+                piece = self._compute(part, inputs, wanted or {}, lane, cancelled)
+            done.append(replace(piece, outputs={}))  # pieces' outputs are not kept
+            return piece.outputs
 
         if self._fault is not None:
             raise DeviceUnavailable(f"{self.device.name} failed before: {self._fault}")
@@ -207,16 +197,16 @@ class CudaBackend(Diagnostics):
             finer = self._parts_by_free_memory(problem)
             if finer <= parts or _is_summed(problem) or not self._same_bits(problem, parts, finer):
                 raise
-            spent = _Spent()
+            done.clear()
             outputs = run_in_pieces(problem, tensors, finer, one)
-        return Outcome(
-            outputs,
-            spent.kernel,
-            spent.compute_s,
-            spent.pieces,
-            spent.workspace_bytes,
-            spent.upload_s,
-            spent.download_s,
+        return replace(
+            done[-1],
+            outputs=outputs,
+            compute_s=sum(piece.compute_s for piece in done),
+            pieces=len(done),
+            workspace_bytes=max(piece.workspace_bytes for piece in done),
+            upload_s=sum(piece.upload_s for piece in done),
+            download_s=sum(piece.download_s for piece in done),
         )
 
     def compile_ahead(self, problems: Sequence[Problem]) -> Future[None] | None:
@@ -294,9 +284,8 @@ class CudaBackend(Diagnostics):
         tensors: Tensors,
         places: Tensors,
         lane: Lane,
-        spent: _Spent,
         cancelled: threading.Event | None,
-    ) -> dict[str, NDArray[Any]]:
+    ) -> Outcome:
         stop_if(cancelled)
         plan, arena = self._prepared(problem)
         self._kernels.prepare(plan.steps)
@@ -345,13 +334,10 @@ class CudaBackend(Diagnostics):
                 raise InvalidProblem(check.sentence)
         for result in mirrored(outputs):
             result.written()
-        spent.upload_s += uploaded - started
-        spent.compute_s += self._cuda.get_elapsed_time(begin, end) / 1e3
-        spent.download_s += time.perf_counter() - computed
-        spent.pieces += 1
-        spent.workspace_bytes = max(spent.workspace_bytes, plan.workspace_bytes)
-        spent.kernel = plan.kernel
-        return outputs
+        compute_s = self._cuda.get_elapsed_time(begin, end) / 1e3
+        download_s = time.perf_counter() - computed
+        taken = plan.workspace_bytes, uploaded - started, download_s
+        return Outcome(outputs, plan.kernel, compute_s, 1, *taken)
 
     def _uploaded(self, array: NDArray[Any]) -> CudaTensor | None:
         """Copy an array to the device; return None if there is no room."""

@@ -20,13 +20,7 @@ from convgrad_service.backends.cuda.residents import Mirrored
 from convgrad_service.plans.cuda.program import ALIGNMENT
 from convgrad_service.problems.base import Slices, TensorSpec
 
-__all__ = [
-    "CudaTensor",
-    "IpcMemory",
-    "on_the_host",
-    "read_in_place",
-    "write_in_place",
-]
+__all__ = ["CudaTensor", "IpcMemory", "on_the_host", "read_in_place", "write_in_place"]
 
 _LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess, the only flag there is
 _HANDLE_BYTES = 64
@@ -96,32 +90,34 @@ class CudaTensor:
 
     def copy_to(self, address: int, stream: Any) -> None:
         """Start to copy it to contiguous device memory."""
-        count, pitch, width = self.rows
-        _copy(address, width, self.address, pitch, width, count, stream)
+        self._copy(address, "DeviceToDevice", stream, out=True)
 
     def copy_from(self, address: int, stream: Any) -> None:
         """Start to fill it from contiguous device memory."""
-        count, pitch, width = self.rows
-        _copy(self.address, pitch, address, width, width, count, stream)
+        self._copy(address, "DeviceToDevice", stream, out=False)
 
     def fill(self, array: NDArray[Any]) -> None:
         """Fill it from the host, and wait."""
-        count, pitch, width = self.rows
         source = np.ascontiguousarray(array)
-        runtime = import_cupy().cuda.runtime
-        runtime.memcpy2D(
-            self.address, pitch, source.ctypes.data, width, width, count,
-            runtime.memcpyHostToDevice,
-        )  # fmt: skip
+        self._copy(source.ctypes.data, "HostToDevice", out=False)
 
     def read(self, target: NDArray[Any]) -> None:
         """Copy it to a contiguous host array, and wait."""
+        self._copy(target.ctypes.data, "DeviceToHost", out=True)
+
+    def _copy(self, other: int, way: str, stream: Any = None, *, out: bool) -> None:
+        """Copy it ``out`` to contiguous memory at an address, or in from there; wait for the copy
+        if there is no stream."""
         count, pitch, width = self.rows
         runtime = import_cupy().cuda.runtime
-        runtime.memcpy2D(
-            target.ctypes.data, width, self.address, pitch, width, count,
-            runtime.memcpyDeviceToHost,
-        )  # fmt: skip
+        kind, own = getattr(runtime, f"memcpy{way}"), (self.address, pitch)
+        target, source = ((other, width), own) if out else (own, (other, width))
+        if stream is None:
+            runtime.memcpy2D(*target, *source, width, count, kind)
+        elif count == 1:
+            runtime.memcpyAsync(target[0], source[0], width, kind, stream.ptr)
+        else:
+            runtime.memcpy2DAsync(*target, *source, width, count, kind, stream.ptr)
 
 
 class IpcMemory:
@@ -197,20 +193,6 @@ def on_the_host(tensors: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
         for name, each in tensors.items()
         if not isinstance(each, CudaTensor)
     }
-
-
-def _copy(
-    target: int, target_pitch: int, source: int, source_pitch: int, width: int, count: int,
-    stream: Any,
-) -> None:  # fmt: skip
-    runtime = import_cupy().cuda.runtime
-    kind = runtime.memcpyDeviceToDevice
-    if count == 1:
-        runtime.memcpyAsync(target, source, width, kind, stream.ptr)
-        return
-    runtime.memcpy2DAsync(
-        target, target_pitch, source, source_pitch, width, count, kind, stream.ptr
-    )
 
 
 def _allocation_of(address: int) -> tuple[int, int]:

@@ -26,7 +26,7 @@ from convgrad_service.plans.cuda.planner import plan_for
 from convgrad_service.plans.cuda.program import CudaPlan
 from convgrad_service.problems.base import Problem
 
-__all__ = ["Diagnostics", "peak_flops_per_s"]
+__all__ = ["Diagnostics"]
 
 Tensors = Mapping[str, NDArray[Any]]
 
@@ -168,12 +168,7 @@ class Diagnostics:
                 # A first run creates the streams and zeros, which a capture cannot.
                 self._graphs.run_steps(plan, addresses, stream)
                 stream.synchronize()
-                stream.begin_capture()
-                try:
-                    self._graphs.run_steps(plan, addresses, stream)
-                finally:
-                    graph = stream.end_capture()
-                flush = flusher()
+                graph, flush = self._graphs.captured(plan, addresses, stream), flusher()
 
                 def others() -> Iterator[tuple[str, AbstractContextManager[CudaStopwatch]]]:
                     return self._others(problem, tensors, plan, flush) if is_first else iter(())

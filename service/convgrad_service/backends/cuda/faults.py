@@ -7,7 +7,7 @@ from typing import Any
 
 from convgrad_service.backends.cuda.device import import_cupy
 
-__all__ = ["FATAL", "alloc_or_none", "fatal_fault", "is_out_of_memory"]
+__all__ = ["alloc_or_none", "fatal_fault"]
 
 # Sticky errors, after which the process can no longer use the GPU. cudaError_t and CUresult share
 # these numbers.

@@ -43,7 +43,7 @@ class Graphs:
         with self._lock:
             seen, (_, graph) = key in self._seen, self._seen.get(key, (plan, None))
         if graph is None and seen:
-            graph = self._captured(plan, addresses, stream)
+            graph = self.captured(plan, addresses, stream)
         if graph is None:
             self.run_steps(plan, addresses, stream)
         else:
@@ -74,7 +74,8 @@ class Graphs:
             for other in others:
                 stream.wait_event(other.record())
 
-    def _captured(self, plan: CudaPlan, addresses: Mapping[str, int], stream: Any) -> Any:
+    def captured(self, plan: CudaPlan, addresses: Mapping[str, int], stream: Any) -> Any:
+        """Return the graph of a plan that has run on the stream before."""
         stream.begin_capture()
         try:
             self.run_steps(plan, addresses, stream)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -25,19 +25,6 @@ __all__ = ["Enqueued", "Kernels"]
 
 # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _MAX_DYNAMIC_SHARED = 8
-
-
-class _Addresses(dict[str, int]):
-    """Addresses of a plan's buffers, and of the zeros, which are allocated on first use."""
-
-    def __init__(self, given: Mapping[str, int], zeros: Callable[[], int]) -> None:
-        super().__init__(given)
-        self._zeros = zeros
-
-    def __missing__(self, name: str) -> int:
-        if name != ZEROS:
-            raise KeyError(name)
-        return self._zeros()
 
 
 class Enqueued(Protocol):
@@ -122,9 +109,8 @@ class Kernels:
 
     def run(self, steps: Iterable[Step], addresses: Mapping[str, int], stream: Any) -> None:
         """Enqueue the steps on a stream, in order."""
-        addresses = _Addresses(addresses, lambda: self._zeros_of(stream))
-        buffers = (*addresses, ZEROS)
-        for step in self.bind(steps, addresses, buffers):
+        addresses = {**addresses, ZEROS: self._zeros_of(stream)}
+        for step in self.bind(steps, addresses, tuple(addresses)):
             step(stream.ptr)
 
     def bind(
@@ -147,7 +133,8 @@ class Kernels:
         return PlainLaunch(self._cuda.driver.launchKernel, function.ptr, step, block)
 
     def _zeros_of(self, stream: Any) -> int:
-        """Return the zeros of a stream, whose kernels run one after another."""
+        """Return the zeros of a stream, whose kernels run one after another; allocated on first
+        use."""
         with self._lock:
             zeros = self._zeros.get(stream.ptr)
             if zeros is None:

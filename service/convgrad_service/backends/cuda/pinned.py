@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from convgrad_service.backends.cuda.device import import_cupy
 
-__all__ = ["GRANULE_BYTES", "Pinned"]
+__all__ = ["Pinned"]
 
 _log = logging.getLogger("convgrad.backends.cuda")
 

@@ -18,11 +18,17 @@ from convgrad_service.plans.cuda.program import (
     Workspace,
     ceil_div,
 )
-from convgrad_service.plans.cuda.works import ConvWork, activation_operand, weight_operand
-from convgrad_service.problems import Problem
+from convgrad_service.plans.cuda.works import (
+    ConvWork,
+    Operand,
+    activation_operand,
+    weight_operand,
+)
+from convgrad_service.problems import Epilogue, Problem
 from convgrad_service.problems.convolution import ConvProblem
+from convgrad_service.problems.geometry import ConvShape
 
-__all__ = ["choose_conv", "concurrent_plan", "conv_work", "sequential_plan"]
+__all__ = ["choose_conv", "concurrent_plan", "conv_work", "sequential_plan", "work_on"]
 
 
 def sequential_plan(chosen: Iterable[Chosen], more: Iterable[Workspace] = ()) -> CudaPlan:
@@ -72,24 +78,45 @@ def _plan_of(
 
 
 def conv_work(
-    problem: ConvProblem, direction: Any, x: str, w: str, y: str, **more: Any
+    problem: ConvProblem,
+    direction: Any,
+    x: str,
+    w: str,
+    y: str,
+    *,
+    epilogue: Epilogue | None = None,
+    **more: Any,
 ) -> ConvWork:
-    """Return a convolution on the problem's tensors; ``x``, ``w`` and ``y`` name their buffers."""
-    layout, groups = problem.layout, problem.conv.groups
-    result_dtype = more.pop("result_dtype", problem.dtype)
-    weight_dtype = result_dtype if direction == "bwd_weight" else problem.dtype
-    return ConvWork(
-        direction=direction,
-        conv=problem.conv,
-        dtype=problem.dtype,
-        result_dtype=result_dtype,
-        x=activation_operand(x, problem.dtype, layout, problem.input_spec.shape, groups),
-        w=weight_operand(w, weight_dtype, layout, problem.weight_spec.shape, groups),
-        y=activation_operand(y, problem.dtype, layout, problem.output_spec.shape, groups),
-        precision=problem.precision,
-        deterministic=problem.deterministic,
+    """Return a convolution on the problem's tensors; ``x``, ``w`` and ``y`` name their buffers.
+
+    With an ``epilogue``, the buffer "accumulate" is like the result.
+    """
+    dtype, layout, groups = problem.dtype, problem.layout, problem.conv.groups
+    weight_dtype = more.get("result_dtype", dtype) if direction == "bwd_weight" else dtype
+    work = work_on(
+        problem,
+        direction,
+        problem.conv,
+        activation_operand(x, dtype, layout, problem.input_spec.shape, groups),
+        weight_operand(w, weight_dtype, layout, problem.weight_spec.shape, groups),
+        activation_operand(y, dtype, layout, problem.output_spec.shape, groups),
         **more,
     )
+    if epilogue is None:
+        return work
+    if not epilogue.accumulate:
+        return replace(work, alpha=epilogue.alpha)
+    accumulate = replace(work.result, buffer="accumulate")
+    return replace(work, alpha=epilogue.alpha, beta=epilogue.beta, accumulate=accumulate)
+
+
+def work_on(
+    problem: Any, direction: Any, conv: ConvShape, x: Operand, w: Operand, y: Operand, **more: Any
+) -> ConvWork:
+    """Return a convolution of these operands in the type and precision of a problem."""
+    fields = {name: getattr(problem, name) for name in ("dtype", "precision", "deterministic")}
+    fields |= {"result_dtype": problem.dtype, **more}
+    return ConvWork(direction=direction, conv=conv, x=x, w=w, y=y, **fields)
 
 
 def choose_conv(work: ConvWork, device: CudaDevice, families: Families) -> Chosen:

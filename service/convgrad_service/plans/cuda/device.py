@@ -7,9 +7,9 @@ from functools import cache
 
 from convgrad.dtypes import DType
 
-__all__ = ["ARCHITECTURES", "H200", "HOPPER", "OVERLAPPING", "RESERVED_BYTES", "SHARED_BYTES"]
-__all__ += ["CudaDevice", "architecture_of", "architectures_before", "architectures_since"]
-__all__ += ["listed_architecture", "sum_dtype", "with_shared_bytes"]
+__all__ = ["ARCHITECTURES", "H200", "HOPPER", "MOST_BLOCKS_YZ", "OVERLAPPING", "RESERVED_BYTES"]
+__all__ += ["SHARED_BYTES", "CudaDevice", "architecture_of", "architectures_before"]
+__all__ += ["architectures_since", "listed_architecture", "sum_dtype", "with_shared_bytes"]
 
 SHARED_BYTES = {
     "sm_80": 166_912,
@@ -29,6 +29,9 @@ HOPPER = ("sm_90a",)
 
 RESERVED_BYTES = 1024
 """Shared memory that the driver reserves per block."""
+
+MOST_BLOCKS, MOST_BLOCKS_YZ = 2**31 - 1, 2**16 - 1
+"""The largest grid along its first dimension, and along the others."""
 
 OVERLAPPING = (9, 0)
 """The first compute capability with programmatic dependent launch."""
@@ -71,6 +74,12 @@ class CudaDevice:
             f"a block needs {needed_bytes} bytes of shared memory and there are "
             f"{self.shared_bytes_per_block}"
         )
+
+    def why_not_launched(self, grid: tuple[int, int, int], shared_bytes: int) -> str | None:
+        """Return why a launch is larger than a grid or a block can be; None if it is not."""
+        if grid[0] > MOST_BLOCKS or max(grid[1:]) > MOST_BLOCKS_YZ:
+            return "more blocks than a grid can have"
+        return self.why_not_shared(shared_bytes)
 
 
 # They do not run code for other chips of their major version, despite their compute capability.

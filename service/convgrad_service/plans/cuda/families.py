@@ -15,7 +15,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from convgrad.errors import UnsupportedProblem
 from convgrad_service.plans.cuda.device import CudaDevice
-from convgrad_service.plans.cuda.program import Fragment, Instance
+from convgrad_service.plans.cuda.program import Fragment, Instance, Launch
 from convgrad_service.plans.cuda.works import (
     ChannelSums,
     ConvWork,
@@ -27,7 +27,7 @@ from convgrad_service.plans.cuda.works import (
 )
 
 __all__ = ["Chosen", "Families", "Family", "FastestExpected", "Overhead", "Selector", "Work"]
-__all__ += ["COPY_BYTES_S", "Solver", "choose"]
+__all__ += ["COPY_BYTES_S", "Solver", "choose", "first_of"]
 
 Work = ConvWork | FusedWork | ChannelSums | PoolWork | WindowWork | UnpoolWork | Copy
 W = TypeVar("W", bound=Work, contravariant=True)
@@ -61,7 +61,7 @@ class Solver(ABC, Generic[V, C]):
     """
 
     name: str
-    _solved: tuple[V, CudaDevice, C | str] | None = None
+    _solved: tuple[V, CudaDevice, Fragment | str] | None = None
 
     @abstractmethod
     def solve(self, work: V, device: CudaDevice) -> C | str:
@@ -69,11 +69,14 @@ class Solver(ABC, Generic[V, C]):
 
     @abstractmethod
     def fragment(self, work: V, device: CudaDevice, config: C) -> Fragment:
-        """Return the launches with a configuration: the chosen one, or another for a test."""
+        """Return the launches with a configuration: the chosen one, or another for a test.
 
-    @abstractmethod
+        They may be more than the device can run; the work is then refused.
+        """
+
     def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`."""
+        """See `Family.instances`; none of its own if the launches are those of other families."""
+        return ()
 
     def why_not(self, work: V, device: CudaDevice) -> str | None:
         found = self._solution(work, device)
@@ -83,14 +86,23 @@ class Solver(ABC, Generic[V, C]):
         found = self._solution(work, device)
         if isinstance(found, str):
             raise ValueError(found)
-        return self.fragment(work, device, found)
+        return found
 
-    def _solution(self, work: V, device: CudaDevice) -> C | str:
-        """Return what `solve` does; `launches`, which follows `why_not`, does not solve again."""
+    def _solution(self, work: V, device: CudaDevice) -> Fragment | str:
+        """Return the launches, or why there are none; kept for `launches` after `why_not`."""
         solved = self._solved
         if solved is None or solved[0] is not work or solved[1] is not device:
-            solved = self._solved = work, device, self.solve(work, device)
+            config = self.solve(work, device)
+            found = config if isinstance(config, str) else self._launchable(work, device, config)
+            solved = self._solved = work, device, found
         return solved[2]
+
+    def _launchable(self, work: V, device: CudaDevice, config: C) -> Fragment | str:
+        """Return the launches of a configuration, or why the device cannot run one of them."""
+        fragment = self.fragment(work, device, config)
+        steps = (step for step in fragment.steps if isinstance(step, Launch))
+        refused = (device.why_not_launched(step.grid, step.shared_bytes) for step in steps)
+        return next(filter(None, refused), fragment)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,14 +155,14 @@ def choose(families: Sequence[Family[V]], work: V, device: CudaDevice) -> Chosen
     UnsupportedProblem
         No family does; the message has the reason of each.
     """
-    chosen, passed_over = _first(families, work, device)
+    chosen, passed_over = first_of(families, work, device)
     if chosen is None:
         sentences = "; ".join(f"{name}: {reason}" for name, reason in passed_over)
         raise UnsupportedProblem(f"no GPU kernel computes this: {sentences}")
     return chosen
 
 
-def _first(
+def first_of(
     families: Sequence[Family[V]], work: V, device: CudaDevice
 ) -> tuple[Chosen | None, list[tuple[str, str]]]:
     """Return what `choose` does, None if no family computes this work; and why others do not."""
@@ -275,7 +287,7 @@ class FastestExpected(Selector[V]):
         reasons: list[tuple[str, str]] = []
         found: list[Chosen] = []
         for families in self.alternatives:
-            chosen, passed_over = _first(families, work, device)
+            chosen, passed_over = first_of(families, work, device)
             reasons += passed_over
             if chosen is not None:
                 found.append(chosen)

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from typing import Literal
 
-from convgrad_service.plans.cuda.assembly import choose_conv, concurrent_plan, conv_work
+from convgrad_service.plans.cuda.assembly import (
+    choose_conv,
+    concurrent_plan,
+    conv_work,
+    work_on,
+)
 from convgrad_service.plans.cuda.concatenation import concatenate_operands
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.families import Chosen, Families, choose
@@ -37,7 +42,9 @@ def plan_passes(problem: ConvPasses, device: CudaDevice, families: Families) -> 
     branches = [planner.branch(one, device) for one in passes]
     products = [one for one in passes if len(one.terms) == 1 and one.direction != "input_sums"]
     if len(products) == 2 and products[0].direction == "bwd_weight":
+        (first,), (second,) = (branches[passes.index(one)] for one in products)
         shared = partition_multiprocessors(
+            (first, second),
             lambda share: planner.branch(products[0], share)[0],
             lambda share: planner.branch(products[1], share)[0],
             device,
@@ -90,19 +97,9 @@ class _Planner:
         plan = concatenate_operands(problem.conv, direction, activations, weights, f"{one.output}.")
         self.workspace += plan.workspace
         result = self._operand(one.output)
-        work = ConvWork(
-            direction=direction,
-            conv=plan.conv,
-            dtype=problem.dtype,
-            result_dtype=problem.dtype,
-            x=plan.activation if forward else result,
-            w=plan.weight,
-            y=result if forward else plan.activation,
-            bias=one.bias,
-            precision=problem.precision,
-            deterministic=problem.deterministic,
-            prefix=f"{one.output}.",
-        )
+        x, y = (plan.activation, result) if forward else (result, plan.activation)
+        more = {"bias": one.bias, "prefix": f"{one.output}."}
+        work = work_on(problem, direction, plan.conv, x, plan.weight, y, **more)
         return work, plan.copies
 
     def _sums(self, one: Pass) -> ChannelSums:

@@ -7,17 +7,23 @@ from dataclasses import replace
 from typing import Any
 
 from convgrad.errors import UnsupportedProblem
-from convgrad_service.plans.cuda import pooling
 from convgrad_service.plans.cuda.assembly import (
     choose_conv,
     concurrent_plan,
     conv_work,
     sequential_plan,
+    work_on,
 )
 from convgrad_service.plans.cuda.device import CudaDevice
-from convgrad_service.plans.cuda.families import Chosen, Families, choose
+from convgrad_service.plans.cuda.families import Chosen, Families, choose, first_of
 from convgrad_service.plans.cuda.formats3d import convert_formats
 from convgrad_service.plans.cuda.passes import plan_passes
+from convgrad_service.plans.cuda.pooling import (
+    plan_average,
+    plan_max_backward,
+    plan_max_forward,
+    plan_unpool,
+)
 from convgrad_service.plans.cuda.program import CudaPlan, Workspace, ceil_div
 from convgrad_service.plans.cuda.shared_reads import share_grad_output
 from convgrad_service.plans.cuda.sm_partition import partition_multiprocessors
@@ -26,7 +32,6 @@ from convgrad_service.plans.cuda.works import (
     ConvWork,
     FusedWork,
     Operand,
-    PoolWork,
     activation_operand,
     weight_operand,
 )
@@ -76,71 +81,42 @@ def plan_for(problem: Problem, device: CudaDevice, families: Families) -> CudaPl
     return planner(problem, device, families)
 
 
-def _plan_bwd_data(problem: ConvBwdData, device: CudaDevice, families: Families) -> CudaPlan:
-    return sequential_plan([_bwd_data(problem, device, families)])
-
-
-def _bwd_data(problem: ConvBwdData, device: CudaDevice, families: Families) -> Chosen:
-    epilogue = problem.epilogue
-    accumulate = None
-    if epilogue.accumulate:
-        spec = problem.input_spec
-        accumulate = activation_operand(
-            "accumulate", problem.dtype, problem.layout, spec.shape, problem.conv.groups
-        )
-    work = conv_work(
-        problem,
-        "bwd_data",
-        "grad_input",
-        "weight",
-        "grad_output",
-        accumulate=accumulate,
-        alpha=epilogue.alpha,
-        beta=epilogue.beta if epilogue.accumulate else 0.0,
-    )
+def _forward(problem: ConvFwd, device: CudaDevice, families: Families) -> Chosen:
+    bias = "bias" if problem.bias else None
+    work = conv_work(problem, "fwd", "input", "weight", "output", bias=bias)
     return choose_conv(work, device, families)
 
 
-def _plan_fwd(problem: ConvFwd, device: CudaDevice, families: Families) -> CudaPlan:
-    bias = "bias" if problem.bias else None
-    work = conv_work(problem, "fwd", "input", "weight", "output", bias=bias)
-    return sequential_plan([choose_conv(work, device, families)])
-
-
-def _plan_bwd_weight(
-    problem: GroupedConvBwdWeight, device: CudaDevice, families: Families
-) -> CudaPlan:
-    return sequential_plan(_bwd_weight(problem, device, families))
+def _bwd_data(problem: ConvBwdData, device: CudaDevice, families: Families) -> Chosen:
+    names = "grad_input", "weight", "grad_output"
+    work = conv_work(problem, "bwd_data", *names, epilogue=problem.epilogue)
+    return choose_conv(work, device, families)
 
 
 def _bwd_weight(
     problem: GroupedConvBwdWeight, device: CudaDevice, families: Families, prefix: str = ""
 ) -> Iterable[Chosen]:
-    epilogue, conv, dtype = problem.epilogue, problem.conv, problem.weight_dtype
+    work = conv_work(
+        problem,
+        "bwd_weight",
+        "input",
+        "grad_weight",
+        "grad_output",
+        result_dtype=problem.weight_dtype,
+        epilogue=problem.epilogue,
+        split_k=problem.split_k,
+        prefix=prefix,
+    )
     if "grad_weight" in problem.wanted:
-        accumulate = None
-        if epilogue.accumulate:
-            shape = problem.weight_spec.shape
-            accumulate = weight_operand("accumulate", dtype, problem.layout, shape, conv.groups)
-        work = conv_work(
-            problem,
-            "bwd_weight",
-            "input",
-            "grad_weight",
-            "grad_output",
-            result_dtype=dtype,
-            accumulate=accumulate,
-            alpha=epilogue.alpha,
-            beta=epilogue.beta if epilogue.accumulate else 0.0,
-            split_k=problem.split_k,
-            prefix=prefix,
-        )
         yield choose_conv(work, device, families)
     if "grad_bias" in problem.wanted:
-        y = activation_operand(
-            "grad_output", problem.dtype, problem.layout, problem.output_spec.shape, conv.groups
+        sums = ChannelSums(
+            conv=work.conv,
+            y=work.y,
+            result="grad_bias",
+            result_dtype=work.result_dtype,
+            prefix="bias.",
         )
-        sums = ChannelSums(conv=conv, y=y, result="grad_bias", result_dtype=dtype, prefix="bias.")
         yield choose(families.channel_sums, sums, device)
 
 
@@ -158,10 +134,9 @@ def _plan_backward(problem: ConvBackward, device: CudaDevice, families: Families
     if data is not None:
         chosen.append(_bwd_data(data, device, families))
     if weight is not None and data is not None and "grad_weight" in weight.wanted:
-        without_bias = replace(weight, wanted=("grad_weight",))
 
         def grad_weight(part: CudaDevice, own: Families = families) -> Chosen:
-            return next(iter(_bwd_weight(without_bias, part, own, "weight.")))
+            return next(iter(_bwd_weight(weight, part, own, "weight.")))
 
         def grad_input(part: CudaDevice, own: Families = families) -> Chosen:
             return _bwd_data(data, part, own)
@@ -169,7 +144,8 @@ def _plan_backward(problem: ConvBackward, device: CudaDevice, families: Families
         both = share_grad_output(grad_weight, grad_input, data, device, families)
         # Blocks of depthwise kernels are small: two kernels' run side by side in any case.
         if both is None and (data.conv.groups == 1 or data.conv.in_channels_per_group > 1):
-            both = partition_multiprocessors(grad_weight, grad_input, device)
+            whole = chosen[0], chosen[-1]
+            both = partition_multiprocessors(whole, grad_weight, grad_input, device)
         if both is not None:
             chosen[0], chosen[-1] = both
     return concurrent_plan([[part] for part in chosen], problem)
@@ -187,18 +163,16 @@ def _plan_fused(problem: GroupedConvConvFwd, device: CudaDevice, families: Famil
     def work(index: int, x: Operand, y: Operand) -> ConvWork:
         conv = (problem.conv0, problem.conv1)[index]
         weight = f"weight{index}"
-        return ConvWork(
-            direction="fwd",
-            conv=conv,
-            dtype=dtype,
-            result_dtype=dtype,
-            x=x,
-            w=weight_operand(weight, dtype, layout, inputs[weight].shape, conv.groups),
-            y=y,
+        w = weight_operand(weight, dtype, layout, inputs[weight].shape, conv.groups)
+        return work_on(
+            problem,
+            "fwd",
+            conv,
+            x,
+            w,
+            y,
             bias=f"bias{index}" if (problem.bias0, problem.bias1)[index] else None,
             activation=(problem.activation0, problem.activation1)[index],
-            precision=problem.precision,
-            deterministic=problem.deterministic,
             prefix=f"{prefix}{index}.",
             follows=index == 1,
             leads=index == 0,
@@ -222,37 +196,12 @@ def _plan_fused(problem: GroupedConvConvFwd, device: CudaDevice, families: Famil
     first = work(0, operand("input", inputs["input"], conv0.groups), first_y)
     second = work(1, second_x, operand("output", output, problem.conv1.groups))
     fused = FusedWork(first=first, second=second, intermediate_bytes=intermediate_bytes)
-    reasons: list[tuple[str, str]] = []
-    for family in families.fused:
-        reason = family.why_not(fused, device)
-        if reason is None:
-            chosen = Chosen(family.name, family.launches(fused, device), tuple(reasons))
-            return sequential_plan([chosen])
-        reasons.append((family.name, reason))
+    chosen, reasons = first_of(families.fused, fused, device)
+    if chosen is not None:
+        return sequential_plan([chosen])
     two = [choose_conv(part, device, families) for part in (first, second)]
     two[0] = replace(two[0], passed_over=(*reasons, *two[0].passed_over))
     return sequential_plan(two, [Workspace(intermediate, intermediate_bytes)])
-
-
-def _plan_pool_fwd(problem: MaxPoolFwd, device: CudaDevice, families: Families) -> CudaPlan:
-    return sequential_plan([pooling.max_forward(problem, device, families)])
-
-
-def _plan_pool_bwd(problem: MaxPoolBwd, device: CudaDevice, families: Families) -> CudaPlan:
-    if problem.source == "indices":
-        return sequential_plan([pooling.max_backward_from_indices(problem, device, families)])
-    operands = {
-        name: activation_operand(name, spec.dtype, problem.layout, spec.shape, 1)
-        for name, spec in (*problem.inputs.items(), *problem.outputs.items())
-    }
-    work = PoolWork(
-        pool=problem.pool,
-        dtype=problem.dtype,
-        source=operands["input"],
-        x=operands["grad_input"],
-        y=operands["grad_output"],
-    )
-    return sequential_plan([choose(families.pool_bwd, work, device)])
 
 
 def _plan_backprop_input(
@@ -260,44 +209,31 @@ def _plan_backprop_input(
 ) -> CudaPlan:
     """Plan a bwd_data on plain layouts, between copies from and to blocked formats."""
     converted = convert_formats(problem)
-    work = ConvWork(
-        direction="bwd_data",
-        conv=problem.conv,
-        dtype=problem.dtype,
-        result_dtype=problem.dtype,
-        x=converted.grad_input,
-        w=converted.weight,
-        y=converted.grad_output,
-        precision=problem.precision,
-        deterministic=problem.deterministic,
-    )
+    operands = {"x": converted.grad_input, "w": converted.weight, "y": converted.grad_output}
+    work = work_on(problem, "bwd_data", problem.conv, **operands)
     chosen = [choose(families.copy, copy, device) for copy in converted.before]
     chosen.append(choose_conv(work, device, families))
     chosen += [choose(families.copy, copy, device) for copy in converted.after]
     return sequential_plan(chosen, converted.workspace)
 
 
-def _sequential(steps: Callable[[Any, CudaDevice, Families], pooling.Sequential]) -> Planner:
-    return lambda problem, device, families: sequential_plan(*steps(problem, device, families))
-
-
 PLANNERS: Mapping[type[Problem], Planner] = {
-    ConvBwdData: _plan_bwd_data,
-    GroupedConvBwdWeight: _plan_bwd_weight,
-    MaxPoolBwd: _plan_pool_bwd,
-    MaxPoolFwd: _plan_pool_fwd,
+    ConvBwdData: lambda *given: sequential_plan([_bwd_data(*given)]),
+    GroupedConvBwdWeight: lambda *given: sequential_plan(_bwd_weight(*given)),
+    MaxPoolBwd: plan_max_backward,
+    MaxPoolFwd: plan_max_forward,
     Conv3dBackpropInput: _plan_backprop_input,
     GroupedConvConvFwd: _plan_fused,
-    ConvFwd: _plan_fwd,
+    ConvFwd: lambda *given: sequential_plan([_forward(*given)]),
     ConvBackward: _plan_backward,
     ConvPasses: plan_passes,
-    AvgPoolFwd: _sequential(pooling.average_forward),
-    AvgPoolBwd: _sequential(pooling.average_backward),
-    AdaptiveAvgPoolFwd: _sequential(pooling.average_forward),
-    AdaptiveAvgPoolBwd: _sequential(pooling.average_backward),
-    AdaptiveMaxPoolFwd: _sequential(pooling.adaptive_max_forward),
-    AdaptiveMaxPoolBwd: _sequential(pooling.adaptive_max_backward),
-    MaxUnpoolFwd: _sequential(pooling.unpool_forward),
-    MaxUnpoolBwd: _sequential(pooling.unpool_backward),
+    AvgPoolFwd: plan_average,
+    AvgPoolBwd: plan_average,
+    AdaptiveAvgPoolFwd: plan_average,
+    AdaptiveAvgPoolBwd: plan_average,
+    AdaptiveMaxPoolFwd: plan_max_forward,
+    AdaptiveMaxPoolBwd: plan_max_backward,
+    MaxUnpoolFwd: plan_unpool,
+    MaxUnpoolBwd: plan_unpool,
 }
 """The planner of each problem class."""

@@ -1,4 +1,4 @@
-"""The work of poolings and max unpooling. Max pooling's gradient from its input is `planner`'s."""
+"""Plans of poolings and of max unpooling."""
 
 from __future__ import annotations
 
@@ -6,10 +6,16 @@ from math import prod
 from typing import Any
 
 from convgrad.dtypes import DType
+from convgrad_service.plans.cuda.assembly import sequential_plan
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.families import Chosen, Families, choose
-from convgrad_service.plans.cuda.program import Workspace
-from convgrad_service.plans.cuda.works import UnpoolWork, WindowWork
+from convgrad_service.plans.cuda.program import CudaPlan, Workspace
+from convgrad_service.plans.cuda.works import (
+    PoolWork,
+    UnpoolWork,
+    WindowWork,
+    activation_operand,
+)
 from convgrad_service.problems import (
     AdaptiveMaxPoolBwd,
     AdaptiveMaxPoolFwd,
@@ -22,115 +28,96 @@ from convgrad_service.problems import (
 )
 from convgrad_service.problems.geometry import PoolShape
 from convgrad_service.problems.planes import PlaneProblem
-from convgrad_service.problems.sizes import Size
 from convgrad_service.problems.windows import WindowAxis
 
-__all__ = ["adaptive_max_backward", "adaptive_max_forward", "average_backward", "average_forward"]
-__all__ += ["max_backward_from_indices", "max_forward", "sliding_windows", "unpool_backward"]
-__all__ += ["unpool_forward"]
+__all__ = ["plan_average", "plan_max_backward", "plan_max_forward", "plan_unpool"]
+__all__ += ["sliding_windows"]
 
-Sequential = tuple[list[Chosen], list[Workspace]]
-"""Pieces of work that run one after another, and the workspace between them."""
+MaxPool = MaxPoolFwd | MaxPoolBwd | AdaptiveMaxPoolFwd | AdaptiveMaxPoolBwd
 
 
-def average_forward(problem: AvgPoolFwd, device: CudaDevice, families: Families) -> Sequential:
-    """avg_pool_fwd and adaptive_avg_pool_fwd."""
+def plan_average(
+    problem: AvgPoolFwd | AvgPoolBwd, device: CudaDevice, families: Families
+) -> CudaPlan:
+    """Plan an average pooling, adaptive or not, or its gradient."""
+    backward = isinstance(problem, AvgPoolBwd)
     work = WindowWork(
         kind="sums",
         **_planes(problem),
-        windows=problem.windows,
-        x="input",
-        y="output",
+        windows=_transposed(problem.windows) if backward else problem.windows,
+        x="grad_output" if backward else "input",
+        y="grad_input" if backward else "output",
         counted=problem.counted,
-        by="outputs",
+        by="inputs" if backward else "outputs",
         divisor=problem.divisor,
     )
-    return [choose(families.windows, work, device)], []
+    return sequential_plan([choose(families.windows, work, device)])
 
 
-def average_backward(problem: AvgPoolBwd, device: CudaDevice, families: Families) -> Sequential:
-    """avg_pool_bwd and adaptive_avg_pool_bwd."""
-    work = WindowWork(
-        kind="sums",
-        **_planes(problem),
-        windows=tuple(axis.transposed() for axis in problem.windows),
-        x="grad_output",
-        y="grad_input",
-        counted=problem.counted,
-        by="inputs",
-        divisor=problem.divisor,
-    )
-    return [choose(families.windows, work, device)], []
-
-
-def adaptive_max_forward(
-    problem: AdaptiveMaxPoolFwd, device: CudaDevice, families: Families
-) -> Sequential:
-    """adaptive_max_pool_fwd."""
+def plan_max_forward(
+    problem: MaxPoolFwd | AdaptiveMaxPoolFwd, device: CudaDevice, families: Families
+) -> CudaPlan:
+    """Plan a max pooling, adaptive or not."""
     work = WindowWork(
         kind="maxima",
-        **_planes(problem),
-        windows=problem.windows,
+        **_windows(problem),
         x="input",
         y="output",
         indices="indices" if problem.return_indices else None,
         index_dtype=problem.index_dtype,
     )
-    return [choose(families.windows, work, device)], []
+    return sequential_plan([choose(families.windows, work, device)])
 
 
-def adaptive_max_backward(
-    problem: AdaptiveMaxPoolBwd, device: CudaDevice, families: Families
-) -> Sequential:
-    """adaptive_max_pool_bwd; from an input, it computes indices in a workspace first."""
-    planes, chosen, workspace = _planes(problem), [], []
-    indices, index_dtype = "indices", problem.index_dtype
+def plan_max_backward(
+    problem: MaxPoolBwd | AdaptiveMaxPoolBwd, device: CudaDevice, families: Families
+) -> CudaPlan:
+    """Plan a max pooling's gradient. From the input of an adaptive one, it first computes indices
+    in a workspace."""
+    given, chosen, workspace = problem.index_dtype, list[Chosen](), list[Workspace]()
+    if given is None and isinstance(problem, MaxPoolBwd):
+        return sequential_plan([choose(families.pool_bwd, _from_input(problem), device)])
+    windows = _windows(problem)
+    indices, index_dtype = "indices", given
     if index_dtype is None:
-        spec = problem.inputs["grad_output"]
-        indices, index_dtype = "maxima", _index_dtype(problem.input_size)
-        workspace.append(Workspace(indices, spec.elements * index_dtype.itemsize))
+        positions = prod(axis.input for axis in windows["windows"])
+        indices, index_dtype = "maxima", DType.INT32 if positions <= 2**31 else DType.INT64
+        elements = problem.inputs["grad_output"].elements
+        workspace.append(Workspace(indices, elements * index_dtype.itemsize))
         found = WindowWork(
-            kind="maxima",
-            **planes,
-            windows=problem.windows,
-            x="input",
-            y=None,
-            indices=indices,
-            index_dtype=index_dtype,
+            kind="maxima", **windows, x="input", y=None, indices=indices, index_dtype=index_dtype
         )
         chosen.append(choose(families.windows, found, device))
     routed = WindowWork(
         kind="routes",
-        **planes,
-        windows=tuple(axis.transposed() for axis in problem.windows),
+        **windows | {"windows": _transposed(windows["windows"])},
         x="grad_output",
         y="grad_input",
         indices=indices,
         index_dtype=index_dtype,
-        counted=problem.windows,
-        checked=problem.index_dtype is not None,
+        counted=windows["windows"],
+        checked=given is not None,
     )
     chosen.append(choose(families.windows, routed, device))
-    return chosen, workspace
+    return sequential_plan(chosen, workspace)
 
 
-def max_forward(problem: MaxPoolFwd, device: CudaDevice, families: Families) -> Chosen:
-    """maxpool1d_fwd to maxpool3d_fwd."""
-    pool = problem.pool
-    work = WindowWork(
-        kind="maxima",
-        batch=pool.batch,
-        channels=pool.channels,
-        channels_last=problem.layout.channels_last,
-        dtype=problem.dtype,
-        windows=sliding_windows(pool),
-        dilation=pool.dilation,
-        x="input",
-        y="output",
-        indices="indices" if problem.return_indices else None,
+def plan_unpool(
+    problem: MaxUnpoolFwd | MaxUnpoolBwd, device: CudaDevice, families: Families
+) -> CudaPlan:
+    """Plan a max unpooling or its gradient."""
+    forward = isinstance(problem, MaxUnpoolFwd)
+    work = UnpoolWork(
+        kind="scatter" if forward else "gather",
+        **_planes(problem),
+        size=problem.input_size,
+        plane=problem.output_size,
         index_dtype=problem.index_dtype,
+        x="input" if forward else "grad_output",
+        y="output" if forward else "grad_input",
+        windows=problem.windows if isinstance(problem, MaxUnpoolFwd) else None,
     )
-    return choose(families.windows, work, device)
+    return sequential_plan([choose(families.unpool, work, device)])
 
 
 def sliding_windows(pool: PoolShape) -> tuple[WindowAxis, ...]:
@@ -143,69 +130,38 @@ def sliding_windows(pool: PoolShape) -> tuple[WindowAxis, ...]:
     return tuple(map(WindowAxis.sliding, *sides))
 
 
-def max_backward_from_indices(
-    problem: MaxPoolBwd, device: CudaDevice, families: Families
-) -> Chosen:
-    """maxpool1d_bwd to maxpool3d_bwd, from indices."""
-    pool = problem.pool
-    windows = sliding_windows(pool)
-    work = WindowWork(
-        kind="routes",
-        batch=pool.batch,
-        channels=pool.channels,
-        channels_last=problem.layout.channels_last,
+def _from_input(problem: MaxPoolBwd) -> PoolWork:
+    operands = {
+        name: activation_operand(name, spec.dtype, problem.layout, spec.shape, 1)
+        for name, spec in (*problem.inputs.items(), *problem.outputs.items())
+    }
+    return PoolWork(
+        pool=problem.pool,
         dtype=problem.dtype,
-        windows=tuple(axis.transposed() for axis in windows),
-        x="grad_output",
-        y="grad_input",
-        indices="indices",
-        index_dtype=problem.index_dtype or DType.INT64,
-        counted=windows,
-        checked=True,
-        dilation=pool.dilation,
+        source=operands["input"],
+        x=operands["grad_input"],
+        y=operands["grad_output"],
     )
-    return choose(families.windows, work, device)
 
 
-def unpool_forward(problem: MaxUnpoolFwd, device: CudaDevice, families: Families) -> Sequential:
-    """max_unpool_fwd."""
-    work = UnpoolWork(
-        kind="scatter",
-        **_planes(problem),
-        size=problem.input_size,
-        plane=problem.output_size,
-        index_dtype=problem.index_dtype,
-        x="input",
-        y="output",
-        windows=problem.windows,
-    )
-    return [choose(families.unpool, work, device)], []
+def _windows(problem: MaxPool) -> dict[str, Any]:
+    """Return the fields of a piece of work that describe a max pooling's planes and windows."""
+    planes = _planes(problem)
+    if isinstance(problem, AdaptiveMaxPoolFwd | AdaptiveMaxPoolBwd):
+        return planes | {"windows": problem.windows}
+    return planes | {"windows": sliding_windows(problem.pool), "dilation": problem.pool.dilation}
 
 
-def unpool_backward(problem: MaxUnpoolBwd, device: CudaDevice, families: Families) -> Sequential:
-    """max_unpool_bwd."""
-    work = UnpoolWork(
-        kind="gather",
-        **_planes(problem),
-        size=problem.input_size,
-        plane=problem.output_size,
-        index_dtype=problem.index_dtype,
-        x="grad_output",
-        y="grad_input",
-    )
-    return [choose(families.unpool, work, device)], []
-
-
-def _index_dtype(size: Size) -> DType:
-    """Return the narrowest type that indexes a plane of this size."""
-    return DType.INT32 if prod(size) <= 2**31 else DType.INT64
-
-
-def _planes(problem: PlaneProblem) -> dict[str, Any]:
+def _planes(problem: PlaneProblem | MaxPoolFwd | MaxPoolBwd) -> dict[str, Any]:
     """Return the fields of a piece of work that describe its planes."""
+    sizes = problem if isinstance(problem, PlaneProblem) else problem.pool
     return {
-        "batch": problem.batch,
-        "channels": problem.channels,
+        "batch": sizes.batch,
+        "channels": sizes.channels,
         "channels_last": problem.layout.channels_last,
         "dtype": problem.dtype,
     }
+
+
+def _transposed(windows: tuple[WindowAxis, ...]) -> tuple[WindowAxis, ...]:
+    return tuple(axis.transposed() for axis in windows)

@@ -13,7 +13,7 @@ from pathlib import PurePosixPath
 from typing import Protocol
 
 from convgrad.dtypes import DType
-from convgrad_service.plans.base import Plan
+from convgrad_service.plans.base import Plan, ceil_div
 from convgrad_service.plans.cuda.device import ARCHITECTURES, CudaDevice, listed_architecture
 
 __all__ = ["ALIGNMENT", "CUDA_TYPES", "ArgumentBlock", "Arguments", "Check", "Clear", "CudaPlan"]
@@ -247,8 +247,3 @@ class CudaPlan(Plan):
     def families(self) -> frozenset[str]:
         """Names of the families whose kernels run."""
         return frozenset(order.partition(" ")[0] for order in self.orders)
-
-
-def ceil_div(a: int, b: int) -> int:
-    """Return a / b, rounded up."""
-    return -(-a // b)

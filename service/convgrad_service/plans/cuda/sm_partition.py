@@ -28,16 +28,17 @@ Make = Callable[[CudaDevice], Chosen]
 
 
 def partition_multiprocessors(
-    first: Make, second: Make, device: CudaDevice
+    whole: tuple[Chosen, Chosen], first: Make, second: Make, device: CudaDevice
 ) -> tuple[Chosen, Chosen]:
-    """Plan both for the whole device, or each for a part of it where that is expected to be faster.
+    """Plan each for a part of the device where that is expected to be faster, else keep both.
 
     Parameters
     ----------
+    whole : tuple of Chosen
+        Both for the whole device.
     first, second : callable
         Choose the launches of one kernel for a device with the given multiprocessors.
     """
-    whole = first(device), second(device)
     whole_s = _expected_s(*whole)
     if whole_s is None or sum(whole_s) > LONGEST_S:
         return whole

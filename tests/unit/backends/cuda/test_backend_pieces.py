@@ -14,6 +14,7 @@ import pytest
 
 from convgrad.contract import OPERATIONS, validate
 from convgrad.errors import DeviceOutOfMemory
+from convgrad_service.backends.base import Outcome
 from convgrad_service.backends.cuda.backend import CudaBackend
 from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.plans.cuda.device import H200
@@ -38,18 +39,16 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> Callable[[Problem, dict[str, An
     def run(problem: Problem, tensors: dict[str, Any]) -> list[int]:
         images: list[int] = []
 
-        def compute(
-            part: Problem, inputs: Any, places: Any, lane: Any, spent: Any, cancelled: Any
-        ) -> dict[str, Any]:
+        def compute(part: Problem, inputs: Any, places: Any, lane: Any, cancelled: Any) -> Outcome:
             count = len(inputs["input"])
             if count > 1:
                 raise DeviceOutOfMemory("no room")
             images.append(count)
-            spent.kernel, spent.pieces = "none", spent.pieces + 1
-            return {
+            outputs = {
                 name: np.full(spec.shape, len(images), spec.dtype.numpy)
                 for name, spec in part.outputs.items()
             }
+            return Outcome(outputs, "none", 0.0, 1, 0)
 
         monkeypatch.setattr(made, "_compute", compute)
         outcome = made.run(problem, tensors)

@@ -20,6 +20,7 @@ from convgrad_service.backends.cuda.kernels.conv.hopper_gather_tiles import Hopp
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm import PointwiseGemm
 from convgrad_service.backends.cuda.kernels.core.gather_axes import gather_axis
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import chunk_counts
+from convgrad_service.inprocess.base import problem_of
 from convgrad_service.plans.cuda.device import H200
 from convgrad_service.plans.cuda.families import Family, choose
 from convgrad_service.plans.cuda.planner import plan_for
@@ -237,3 +238,15 @@ def test_long_rows_have_a_plan() -> None:
     launch = family.launches(work, H200).steps[0]
     assert isinstance(launch, Launch)
     assert launch.grid == (1, H200.multiprocessors, 1)
+
+
+@pytest.mark.parametrize("operation", ["adaptive_avg_pool_bwd", "adaptive_max_pool_bwd"])
+def test_a_plane_of_a_million_positions_is_not_more_blocks_than_a_grid_has(operation: str) -> None:
+    """One window, channels last: a block has 16 positions."""
+    tensors = {"grad_output": ((1, 1, 1, 8), "float32")}
+    if operation == "adaptive_max_pool_bwd":
+        tensors["indices"] = ((1, 1, 1, 8), "int64")
+    problem = problem_of(operation, tensors, {"input_size": [1200, 1200], "layout": "NHWC"})
+    plan = plan_for(problem, H200, FAMILIES)
+    assert dict(plan.passed_over)["window_tiles"] == "more blocks than a grid can have"
+    check_plan(plan, problem, H200)

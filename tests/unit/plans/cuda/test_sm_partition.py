@@ -12,8 +12,10 @@ from convgrad_service.plans.cuda.families import Chosen
 from convgrad_service.plans.cuda.program import Fragment
 from convgrad_service.plans.cuda.sm_partition import LONGEST_S, partition_multiprocessors
 
+Make = Callable[[CudaDevice], Chosen]
 
-def made(expected_s: Callable[[int], float | None]) -> Callable[[CudaDevice], Chosen]:
+
+def made(expected_s: Callable[[int], float | None]) -> Make:
     def make(device: CudaDevice) -> Chosen:
         count = device.multiprocessors
         return Chosen("fake", Fragment(str(count), (), expected_s=expected_s(count)), ())
@@ -21,7 +23,9 @@ def made(expected_s: Callable[[int], float | None]) -> Callable[[CudaDevice], Ch
     return make
 
 
-def of(*pair: Chosen) -> list[str]:
+def partitioned(first: Make, second: Make, device: CudaDevice = H200) -> list[str]:
+    whole = first(device), second(device)
+    pair = partition_multiprocessors(whole, first, second, device)
     return [chosen.fragment.kernel for chosen in pair]
 
 
@@ -31,14 +35,14 @@ WHOLE = [str(H200.multiprocessors)] * 2
 def test_small_work_is_shared_out() -> None:
     """Half as many multiprocessors take less than twice as long, and each has one start."""
     small = made(lambda count: 10e-6 + 1.5e-3 / count)
-    assert of(*partition_multiprocessors(small, small, H200)) == ["72", "60"]
+    assert partitioned(small, small) == ["72", "60"]
 
 
 @pytest.mark.parametrize("multiprocessors", [1, 2])
 def test_too_few_multiprocessors_are_not_divided(multiprocessors: int) -> None:
     device = replace(H200, multiprocessors=multiprocessors)
     small = made(lambda count: 10e-6 + 1e-6 / count)
-    assert of(*partition_multiprocessors(small, small, device)) == [str(multiprocessors)] * 2
+    assert partitioned(small, small, device) == [str(multiprocessors)] * 2
 
 
 @pytest.mark.parametrize(
@@ -53,4 +57,4 @@ def test_too_few_multiprocessors_are_not_divided(multiprocessors: int) -> None:
 def test_other_work_is_not(
     what: str, first: Callable[[int], float | None], second: Callable[[int], float | None]
 ) -> None:
-    assert of(*partition_multiprocessors(made(first), made(second), H200)) == WHOLE, what
+    assert partitioned(made(first), made(second)) == WHOLE, what

@@ -10,7 +10,7 @@ import pytest
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.families import FAMILIES
-from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import chunk_rows
+from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_mma import chunk_rows
 from convgrad_service.backends.cuda.kernels.pool.pool_tiles import Shape
 from convgrad_service.plans.cuda.device import H200
 from convgrad_service.plans.cuda.planner import plan_for
@@ -18,6 +18,7 @@ from convgrad_service.plans.cuda.program import CudaPlan, Launch
 from convgrad_service.problems import ConvBwdData, ConvFwd, GroupedConvBwdWeight, MaxPoolBwd
 from convgrad_service.problems.geometry import ConvShape, PoolShape
 from convgrad_service.problems.layouts import LAYOUTS
+from tests.perf.layer_problems import shape_of
 
 SUITE = Path(__file__).parents[4] / "perf" / "suite" / "layers.json"
 LAYERS: list[dict[str, Any]] = json.loads(SUITE.read_text(encoding="utf-8"))
@@ -31,18 +32,7 @@ TYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
 
 def conv_of(layer: dict[str, Any], channels: int | None = None) -> ConvShape:
     channels = channels or layer["C"]
-    return ConvShape(
-        batch=layer["N"],
-        groups=channels,
-        in_channels=channels,
-        out_channels=channels,
-        input_size=tuple(layer["input_size"]),
-        kernel_size=tuple(layer["kernel_size"]),
-        output_size=tuple(layer["output_size"]),
-        stride=tuple(layer["stride"]),
-        padding=tuple((pad, pad) for pad in layer["padding"]),
-        dilation=tuple(layer["dilation"]),
-    )
+    return shape_of({**layer, "C": channels, "K": channels, "groups": channels})
 
 
 def pool_of(layer: dict[str, Any], dtype: DType, last: bool) -> MaxPoolBwd:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from math import prod
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
@@ -12,32 +13,25 @@ from convgrad_service.backends.cuda.kernels.core.gather_axes import divider
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_direct_model import (
     BLOCKS,
     THREADS,
+    Direct,
     DirectLayout,
-    across_of,
-    apart_of,
     best_layout,
-    down_of,
     expected_s,
     formed,
-    grid_of,
     instance_layouts,
-    own_columns,
     parts_of,
-    positions_adjacent,
     read_columns,
-    staged,
 )
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import (
     DTYPES,
     channel_strides_of,
     channels_of,
-    rows_adjacent,
     strides_of,
     why_not_depthwise,
     why_not_images,
 )
 from convgrad_service.backends.cuda.structures import structure
-from convgrad_service.plans.cuda.device import CudaDevice
+from convgrad_service.plans.cuda.device import MOST_BLOCKS_YZ, CudaDevice
 from convgrad_service.plans.cuda.families import Solver
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, macros_of
 from convgrad_service.plans.cuda.works import ConvWork
@@ -45,8 +39,6 @@ from convgrad_service.plans.cuda.works import ConvWork
 __all__ = ["DepthwiseDirect"]
 
 MOST_INDEX = 2**31 - 1
-# The limit of gridDim.y.
-MOST_ALONG = 2**16 - 1
 # Words of x that a thread loads ahead: with a whole kernel, and with a row of taps at a time.
 MOST_WORDS, MOST_ROW_WORDS = 64, 32
 # With a whole kernel that leaves few registers.
@@ -104,18 +96,16 @@ class DepthwiseDirect(Solver[ConvWork, DirectLayout]):
         if (reason := why_not_images(work, MOST_INDEX)) is not None:
             return reason
         layout = self._layout or best_layout(given, device)
-        work = formed(given, layout.turned)
-        if _launched_images(work, layout) == 0:
+        if _launched_images(Direct(formed(given, layout.turned), layout)) == 0:
             return "more blocks of an image than a grid can have"
-        return device.why_not_shared(_shared_bytes(work, layout)) or layout
+        return layout
 
     def fragment(self, work: ConvWork, device: CudaDevice, layout: DirectLayout) -> Fragment:
-        expected = expected_s(work, device, layout)
-        work = formed(work, layout.turned)
         # Several launches, if a grid does not hold all images.
-        images = _launched_images(work, layout)
+        direct = Direct(formed(work, layout.turned), layout)
+        images = _launched_images(direct)
         launches = (
-            self._launch(work, layout, first, min(images, work.batch - first))
+            self._launch(direct, first, min(images, work.batch - first))
             for first in range(0, work.batch, images)
         )
         # All layouts with the whole kernel add in the same order, and so do all others; turned ones
@@ -124,15 +114,16 @@ class DepthwiseDirect(Solver[ConvWork, DirectLayout]):
         return Fragment(
             f"{self.name}_{work.direction}",
             tuple(launches),
-            expected_s=expected,
+            expected_s=expected_s(work, device, layout),
             order=f"{whole}, turned" if layout.turned else whole,
         )
 
-    def _launch(self, whole: ConvWork, layout: DirectLayout, first: int, images: int) -> Launch:
+    def _launch(self, whole: Direct, first: int, images: int) -> Launch:
         """Return the launch that computes a number of consecutive images."""
-        work = replace(whole, conv=replace(whole.conv, batch=images))
-        source, result = work.sides
-        backward, pad, period = work.direction == "bwd_data", list(work.pad), work.kernel[2]
+        work, layout = whole.work, whole.layout
+        work = replace(work, conv=replace(work.conv, batch=images))
+        direct, (source, result) = Direct(work, layout), work.sides
+        backward, pad, period = direct.backward, list(work.pad), work.kernel[2]
         args = DepthwiseDirectArgs()
         if backward and work.stride[2] == 1:
             # Forward along W, or along both axes, with flipped taps.
@@ -151,28 +142,25 @@ class DepthwiseDirect(Solver[ConvWork, DirectLayout]):
         args.stride[:], args.dilation[:] = work.stride, work.dilation
         args.parts, args.part = parts_of(work)
         args.base[:] = [pad // s for pad, s in zip(work.pad[1:], work.stride[1:], strict=True)]
-        across, down, planes = across_of(work, layout), down_of(work, layout), work.sizes[1][0]
-        args.down_first = rows_adjacent(work)
-        args.inner, args.outer = (down, across) if args.down_first else (across, down)
-        args.positions = work.batch * planes * down * across
+        args.down_first, planes = direct.down_first, work.sizes[1][0]
+        args.inner, args.outer = direct.across, direct.down
+        if direct.down_first:
+            args.inner, args.outer = args.outer, args.inner
+        args.positions = work.batch * direct.image_positions
         args.transposed = layout.turned and min(work.kernel[1:]) > 1
-        args.by_rows, args.by_plane = (
-            divider(work.kernel[1]),
-            divider(work.kernel[1] * work.kernel[2]),
-        )
+        args.by_rows, args.by_plane = divider(work.kernel[1]), divider(prod(work.kernel[1:]))
         args.vectors, args.places = layout.vectors, layout.places
         args.by_vectors, args.by_inner = divider(layout.vectors), divider(args.inner)
         args.by_outer, args.by_planes = divider(args.outer), divider(planes)
-        for by, stride in zip(args.by_stride, work.stride, strict=True):
-            by.factor, by.shift = divider(stride)
-        args.spread = apart_of(work)
+        args.by_stride[:] = [divider(stride) for stride in work.stride]
+        args.spread = direct.apart
         args.by_period, args.by_spread = divider(period), divider(args.spread)
         args.by_multiplier = divider(work.out_channels)
         args.x_channel, args.y_channel = channel_strides_of(work)
         if backward:
             args.x_channel, args.y_channel = args.y_channel, args.x_channel
-        args.in_planes, args.by_places = positions_adjacent(work), divider(layout.places)
-        args.staged = staged(work, layout)
+        args.in_planes, args.by_places = direct.adjacent, divider(layout.places)
+        args.staged = direct.staged
         args.x, args.y = (
             first * side.strides[0] * side.dtype.itemsize for side in (source, result)
         )
@@ -180,10 +168,10 @@ class DepthwiseDirect(Solver[ConvWork, DirectLayout]):
             args.accumulate = args.y
         return Launch(
             _instance(work.dtype, backward, layout),
-            (*grid_of(work, layout), 1),
+            (*direct.grid, 1),
             (THREADS, 1, 1),
             pack(args, x=source, w=work.w, y=result, accumulate=work.accumulate, bias=work.bias),
-            _shared_bytes(work, layout),
+            direct.shared_bytes,
         )
 
     def instances(self) -> Iterable[Instance]:
@@ -196,10 +184,10 @@ class DepthwiseDirect(Solver[ConvWork, DirectLayout]):
         ]
 
 
-def _launched_images(work: ConvWork, layout: DirectLayout) -> int:
+def _launched_images(direct: Direct) -> int:
     """Return the images of a launch; 0 if a grid does not hold the blocks of one."""
-    positions = work.sizes[1][0] * down_of(work, layout) * across_of(work, layout)
-    return min(work.batch, MOST_ALONG * layout.places // positions)
+    most = MOST_BLOCKS_YZ * direct.layout.places // direct.image_positions
+    return min(direct.work.batch, most)
 
 
 def _contiguous(work: ConvWork) -> bool:
@@ -214,15 +202,6 @@ def _contiguous(work: ConvWork) -> bool:
         if extent != 1 and stride != expected:
             return False
     return True
-
-
-def _shared_bytes(work: ConvWork, layout: DirectLayout) -> int:
-    """Return the bytes of weights, and of the results of a row of all threads if they are
-    staged."""
-    elements = layout.vectors * layout.vector * work.taps
-    if staged(work, layout):
-        elements += THREADS * own_columns(work, layout)
-    return elements * work.dtype.itemsize
 
 
 def _instance(dtype: DType, backward: bool, layout: DirectLayout) -> Instance:

@@ -24,9 +24,8 @@ from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import ceil_div
 from convgrad_service.plans.cuda.works import ConvWork
 
-__all__ = ["BLOCKS", "THREADS", "DirectLayout", "across_of", "apart_of", "best_layout", "down_of"]
-__all__ += ["expected_s", "grid_of", "instance_layouts", "layouts_of", "parts_of"]
-__all__ += ["positions_adjacent", "read_columns"]
+__all__ = ["BLOCKS", "THREADS", "Direct", "DirectLayout", "best_layout", "expected_s", "formed"]
+__all__ += ["instance_layouts", "layouts_of", "parts_of", "read_columns"]
 
 THREADS, BLOCKS = 128, 4
 MOST_COLUMNS = 7
@@ -187,56 +186,66 @@ def instance_stride(work: ConvWork) -> int:
     return work.stride[2] if work.stride[2] in SHAPES else ANY_STRIDE
 
 
-def apart_of(work: ConvWork) -> int:
-    """Return the columns between a thread's results."""
-    return 1 if instance_stride(work) == ANY_STRIDE else spread_of(work)
+class Direct:
+    """A work, as it is launched (`formed`), with a configuration.
 
+    Attributes
+    ----------
+    apart
+        Columns between a thread's results.
+    adjacent
+        Whether adjacent threads have adjacent positions, as the result's channels are not
+        contiguous.
+    columns
+        Columns of a thread's results.
+    across, down
+        Positions of threads in a row of the result, and rows of them in a plane.
+    staged
+        Whether results pass through shared memory, as a thread's are adjacent.
+    grid
+        Tiles of channels, and the blocks of each.
+    """
 
-def across_of(work: ConvWork, layout: DirectLayout) -> int:
-    """Return the positions of threads in a row of the result."""
-    spread = apart_of(work)
-    across = spread * _positions(work, 2, layout.columns * spread)
-    # Where taps are as far apart as the row is long, a thread has a single column.
-    return across if spread == 1 else min(across, work.sizes[1][2])
+    def __init__(self, work: ConvWork, layout: DirectLayout) -> None:
+        self.work, self.layout, self.backward = work, layout, work.direction == "bwd_data"
+        self.strided = self.backward and layout.stride > 1
+        self.apart = 1 if layout.stride == ANY_STRIDE else spread_of(work)
+        self.adjacent = channel_strides_of(work)[0 if self.backward else 1] != 1
+        self.columns = layout.columns * (layout.stride if self.strided else 1)
+        depth, height, width = work.sizes[1]
+        across = self.apart * self._positions(2, layout.columns * self.apart)
+        # Where taps are as far apart as the row is long, a thread has a single column.
+        self.across = across if self.apart == 1 else min(across, width)
+        self.down = self._positions(1, layout.rows) if layout.rows else height
+        self.down_first = rows_adjacent(work)
+        alone = self.adjacent and not self.down_first and self.apart == 1
+        self.staged = alone and self.columns > 1
+        self.image_positions = depth * self.down * self.across
+        self.grid = (
+            ceil_div(channels_of(work), layout.vectors * layout.vector),
+            ceil_div(work.batch * self.image_positions, layout.places),
+        )
 
+    def _positions(self, axis: int, results: int) -> int:
+        work = self.work
+        extent, pad, stride = work.sizes[1][axis], work.pad[axis], work.stride[axis]
+        if self.backward and self.layout.stride != ANY_STRIDE:
+            extent = ceil_div(extent + pad, stride) - pad // stride
+        return ceil_div(extent, results)
 
-def positions_adjacent(work: ConvWork) -> bool:
-    """Return whether adjacent threads have adjacent positions, as the result's channels are not
-    contiguous."""
-    return channel_strides_of(work)[0 if work.direction == "bwd_data" else 1] != 1
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes of weights, and of the results of a row of all threads if they are staged."""
+        elements = self.layout.vectors * self.layout.vector * self.work.taps
+        return (elements + THREADS * self.columns * self.staged) * self.work.dtype.itemsize
 
-
-def own_columns(work: ConvWork, layout: DirectLayout) -> int:
-    """Return the columns of a thread's results."""
-    backward = work.direction == "bwd_data" and layout.stride > 1
-    return layout.columns * (layout.stride if backward else 1)
-
-
-def staged(work: ConvWork, layout: DirectLayout) -> bool:
-    """Return whether results pass through shared memory, as a thread's are adjacent."""
-    adjacent = positions_adjacent(work) and not rows_adjacent(work) and apart_of(work) == 1
-    return adjacent and own_columns(work, layout) > 1
-
-
-def down_of(work: ConvWork, layout: DirectLayout) -> int:
-    """Return the rows of positions in a plane of the result."""
-    return _positions(work, 1, layout.rows) if layout.rows else work.sizes[1][1]
-
-
-def grid_of(work: ConvWork, layout: DirectLayout) -> tuple[int, int]:
-    """Return the tiles of channels, and the blocks of each."""
-    lines = work.batch * work.sizes[1][0] * down_of(work, layout)
-    return (
-        ceil_div(channels_of(work), layout.vectors * layout.vector),
-        ceil_div(lines * across_of(work, layout), layout.places),
-    )
-
-
-def _positions(work: ConvWork, axis: int, results: int) -> int:
-    extent, pad, stride = work.sizes[1][axis], work.pad[axis], work.stride[axis]
-    if work.direction == "bwd_data" and instance_stride(work) != ANY_STRIDE:
-        extent = ceil_div(extent + pad, stride) - pad // stride
-    return ceil_div(extent, results)
+    def lines(self) -> float:
+        """Return the cache lines of planes in which a warp's threads have a result."""
+        layout, dtype = self.layout, self.work.dtype
+        if self.down_first:
+            scale = self.work.stride[1] if self.strided and layout.rows else 1
+            return lines_of(dtype, max(1, layout.rows) * scale, self.down)
+        return lines_of(dtype, self.columns if self.apart == 1 else 1, self.across)
 
 
 def _reads(taps: int, stride: int, results: int, backward: bool) -> int:
@@ -297,7 +306,7 @@ def _layouts(work: ConvWork) -> Iterator[DirectLayout]:
     for most in (FEWER_VECTORS, MOST_VECTORS):
         tiles = ceil_div(all_vectors, most)
         sizes.add(ceil_div(ceil_div(all_vectors, tiles), 8) * 8)
-    if positions_adjacent(work):
+    if channel_strides_of(work)[0 if work.direction == "bwd_data" else 1] != 1:
         sizes = {size for size in PLANES if size == 1 or size <= all_vectors}
     columns, line = work.kernel[2], False
     known = shapes_of(work.dtype, vector)[stride]
@@ -324,8 +333,8 @@ def best_layout(work: ConvWork, device: CudaDevice) -> DirectLayout:
 
 def expected_s(work: ConvWork, device: CudaDevice, layout: DirectLayout) -> float:
     """Return the predicted time of a configuration."""
-    work = formed(work, layout.turned)
-    backward = work.direction == "bwd_data"
+    direct = Direct(formed(work, layout.turned), layout)
+    work, backward = direct.work, direct.backward
     cost = WHOLE if layout.rows else BY_ROWS
     read = read_columns(layout, backward)
     scale = max(1, layout.stride) if backward else 1
@@ -345,25 +354,15 @@ def expected_s(work: ConvWork, device: CudaDevice, layout: DirectLayout) -> floa
             steps *= rows / stride if backward else rows
             most_steps *= ceil_div(rows, stride) if backward else rows
     of_result = cost.result
-    if staged(work, layout):
+    if direct.staged:
         of_result += STAGED_RESULT
-    elif positions_adjacent(work):
-        of_result += PLANE_RESULT * _lines(work, layout)
+    elif direct.adjacent:
+        of_result += PLANE_RESULT * direct.lines()
     step = read * (cost.read + layout.vector) + products + taps * cost.tap
     thread = cost.thread + results * of_result + steps * step
     thread += layout.vectors * work.taps / THREADS * cost.weight
     # A block has a warp for each of an SM's four schedulers, which a single one does not keep busy.
-    rounds = max(cost.alone, ceil_div(prod(grid_of(work, layout)), device.multiprocessors))
+    rounds = max(cost.alone, ceil_div(prod(direct.grid), device.multiprocessors))
     busy_s = rounds * thread / cost.clocks_s
     waits_s = max(bytes_of(work) / cost.bytes_s, STEP_S * max(0, most_steps - EARLY_STEPS))
     return cost.start_s + max(busy_s, waits_s) + cost.apart * min(busy_s, waits_s)
-
-
-def _lines(work: ConvWork, layout: DirectLayout) -> float:
-    """Return the cache lines of planes in which a warp's threads have a result."""
-    backward = work.direction == "bwd_data" and layout.stride > 1
-    if rows_adjacent(work):
-        scale = work.stride[1] if backward and layout.rows else 1
-        return lines_of(work.dtype, max(1, layout.rows) * scale, down_of(work, layout))
-    each = own_columns(work, layout) if apart_of(work) == 1 else 1
-    return lines_of(work.dtype, each, across_of(work, layout))

@@ -8,20 +8,18 @@ from math import lcm
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
-from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS, MAX_BLOCKS
+from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS
 from convgrad_service.backends.cuda.kernels.core.gather_axes import divider
-from convgrad_service.backends.cuda.kernels.depthwise.depthwise_strips import STRIP_COLUMNS
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import (
     IN_16_BITS,
+    STRIP_COLUMNS,
     LinearCost,
     Plane,
     plane_of,
     resident_blocks,
 )
 from convgrad_service.backends.cuda.structures import structure
-from convgrad_service.plans.cuda.device import (
-    CudaDevice,
-)
+from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.families import Solver
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div, macros_of
 from convgrad_service.plans.cuda.works import ConvWork
@@ -29,8 +27,6 @@ from convgrad_service.plans.cuda.works import ConvWork
 __all__ = ["PAIR_TILES", "DepthwisePairs", "DepthwisePairsArgs", "PairTile", "place_bytes"]
 
 COST = LinearCost(4.5, 0.264, 0.0101, 0.641)
-# The limit of gridDim.y.
-MOST_ALONG = 2**16 - 1
 TILE_STRIPS = 8
 # Rows in shared memory.
 STAGES = 4
@@ -106,7 +102,7 @@ PAIR_TILES = (
 DepthwisePairsArgs = structure("depthwise/depthwise_pairs.cuh", "DepthwisePairsArgs")
 
 
-class DepthwisePairs(Solver[ConvWork, Launch]):
+class DepthwisePairs(Solver[ConvWork, tuple[Plane, PairTile]]):
     """bwd_data, and fwd with stride 1, in 16-bit types with one channel per group, channels
     last."""
 
@@ -116,7 +112,7 @@ class DepthwisePairs(Solver[ConvWork, Launch]):
         """Create the family; with ``anything``, it also takes work at which others are faster."""
         self._tiles, self._anything = tiles, anything
 
-    def solve(self, work: ConvWork, device: CudaDevice) -> Launch | str:
+    def solve(self, work: ConvWork, device: CudaDevice) -> tuple[Plane, PairTile] | str:
         if work.out_channels > 1:
             return f"{work.out_channels} channels per group"
         if work.accumulate is not None:
@@ -131,24 +127,18 @@ class DepthwisePairs(Solver[ConvWork, Launch]):
         tile = self._tile(work, plane, device)
         if tile is None:
             return f"no instance for kernel {work.kernel} and stride {work.stride}"
-        reason = _why_not_full(work, plane)
-        if reason is not None and not self._anything:
+        if not self._anything and (reason := _why_not_full(work, plane)) is not None:
             return reason
         rows = min(one.kernel_rows for one in self._tiles if one.kernel_rows >= plane.reach[0])
         if tile.kernel_rows > rows and not self._anything:
             return f"{plane.reach[1]} columns take an instance of {tile.kernel_rows} rows"
-        launch = _launch(work, device, plane, tile)
-        reason = device.why_not_shared(launch.shared_bytes)
-        if reason is not None:
-            return reason
-        if max(launch.grid[1:]) > MOST_ALONG or launch.grid[0] > MAX_BLOCKS:
-            return f"{launch.grid} blocks are more than a grid can have"
-        return launch
+        return plane, tile
 
-    def fragment(self, work: ConvWork, device: CudaDevice, launch: Launch) -> Fragment:
-        return Fragment(
-            f"{self.name}_{work.direction}", (launch,), expected_s=COST.expected_s(work, device)
-        )
+    def fragment(
+        self, work: ConvWork, device: CudaDevice, config: tuple[Plane, PairTile]
+    ) -> Fragment:
+        launch, expected = _launch(work, device, *config), COST.expected_s(work, device)
+        return Fragment(f"{self.name}_{work.direction}", (launch,), expected_s=expected)
 
     def instances(self) -> Iterable[Instance]:
         return [
@@ -170,15 +160,13 @@ class DepthwisePairs(Solver[ConvWork, Launch]):
             and plane.reach[0] <= tile.kernel_rows
             and reads <= tile.units * 4
         ]
-        if not holding:
-            return None
-        least = min((tile.kernel_rows, tile.units) for tile in holding)
-        return min(
-            (tile for tile in holding if (tile.kernel_rows, tile.units) == least),
-            key=lambda tile: (
-                tile.octets * tile.cost * _Cut.of(work, plane, tile).cost_and_share(device)[0]
-            ),
-        )
+        least = min(((tile.kernel_rows, tile.units) for tile in holding), default=None)
+
+        def cost(tile: PairTile) -> float:
+            return tile.octets * tile.cost * _Cut.of(work, plane, tile).cost_and_share(device)[0]
+
+        fitting = (tile for tile in holding if (tile.kernel_rows, tile.units) == least)
+        return min(fitting, key=cost, default=None)
 
 
 def _launch(work: ConvWork, device: CudaDevice, plane: Plane, tile: PairTile) -> Launch:

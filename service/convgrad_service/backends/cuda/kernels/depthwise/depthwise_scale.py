@@ -79,8 +79,7 @@ class DepthwiseScale(Solver[ConvWork, int]):
         args.alpha, args.beta = work.alpha, work.beta
         args.activation, args.finishes = ACTIVATIONS[work.activation], not work.epilogue_free
         args.elements, args.channels, args.inner = images * image, channels_of(work), inner
-        args.by_channels.factor, args.by_channels.shift = divider(work.groups)
-        args.by_inner.factor, args.by_inner.shift = divider(inner)
+        args.by_channels, args.by_inner = divider(work.groups), divider(inner)
         args.x = args.y = first * image * work.dtype.itemsize
         if work.accumulate is not None:
             args.accumulate = args.y

@@ -19,35 +19,22 @@ from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import ZEROS_BYTES, ceil_div
 from convgrad_service.plans.cuda.works import ConvWork, Operand
 
-__all__ = ["BYTES_S", "DTYPES", "IN_16_BITS", "LinearCost", "Plane", "bytes_of"]
-__all__ += ["channels_of"]
-__all__ += ["chunk_counts", "chunk_rows", "plane_of", "resident_blocks"]
-__all__ += [
-    "channel_strides_of",
-    "is_in_planes",
-    "lines_of",
-    "rows_adjacent",
-    "spread_of",
-    "strides_of",
-    "turned",
-    "turns_of",
-    "vector_of",
-    "why_not_counted",
-    "why_not_depthwise",
-    "why_not_images",
-]
+__all__ = ["BYTES_S", "DTYPES", "IN_16_BITS", "STRIP_COLUMNS", "LinearCost", "Plane", "bytes_of"]
+__all__ += ["channel_strides_of", "channels_of", "chunk_counts", "is_in_planes", "lines_of"]
+__all__ += ["plane_of", "resident_blocks", "rows_adjacent", "spread_of", "strides_of", "turned"]
+__all__ += ["turns_of", "vector_of", "why_not_counted", "why_not_depthwise", "why_not_images"]
 
 V = TypeVar("V")
 BYTES_S = 4.2e12
 """Memory's bytes per second, for cost models."""
 LINE_BYTES = 128
+STRIP_COLUMNS = 8
+"""Columns of a strip, which tensor cores multiply together."""
 CHUNK = 8
 """Elements of 16 bytes in 16-bit types."""
 MOST_ELEMENTS, MOST_IMAGE = 2**33, 2**31
 # Kernels add up to 40 of them to a position, in 32 bits.
 MOST_SPREAD = 2**24
-# Latency of a warp's first rows, in rows of computation; fitted to sweeps on an H200.
-START_ROWS = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,21 +274,6 @@ def chunk_counts(rows: int) -> Iterator[int]:
         chunks = ceil_div(rows, each - 1)
         each = ceil_div(rows, chunks)
         yield chunks
-
-
-def chunk_rows(rows: int, reach: int, items: int, resident: int, start: int = START_ROWS) -> int:
-    """Return the rows per chunk that minimise the total time.
-
-    A chunk costs its rows, ``reach`` halo rows and a fixed ``start``, in rows. Each chunk has
-    ``items``, of which ``resident`` run at once.
-    """
-    best = min(
-        chunk_counts(rows),
-        key=lambda chunks: (
-            ceil_div(items * chunks, resident) * (ceil_div(rows, chunks) + reach + start)
-        ),
-    )
-    return ceil_div(rows, best)
 
 
 def resident_blocks(device: CudaDevice, shared_bytes: int, blocks: int) -> int:

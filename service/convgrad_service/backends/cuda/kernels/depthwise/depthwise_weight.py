@@ -35,7 +35,7 @@ from convgrad_service.plans.cuda.families import Solver
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div, macros_of
 from convgrad_service.plans.cuda.works import ConvWork
 
-__all__ = ["DepthwiseWeight", "WeightShare", "expected_s", "shares_of"]
+__all__ = ["DepthwiseWeight", "expected_s"]
 
 # Of the cost model, fitted on an H200 to 236 configurations of 22 layers in bfloat16 and TF32, and
 # to 73 networks' layers: it errs by 6 %, and by 7 % on the half of the layers that it is not fitted
@@ -51,8 +51,6 @@ WARPS = 8
 # Rows in a warp's shared memory, by bytes of an element.
 STAGES = {2: 4, 4: 3}
 SCHEDULERS = 4
-# The limit of gridDim.y and gridDim.z.
-MOST_ALONG = 2**16 - 1
 
 
 CHANNELS = 32
@@ -133,8 +131,7 @@ class DepthwiseWeight(Solver[ConvWork, WeightShare]):
         self._always = always
 
     def solve(self, work: ConvWork, device: CudaDevice) -> WeightShare | str:
-        reason = why_not_volume(work)
-        if reason is not None:
+        if (reason := why_not_volume(work)) is not None:
             return reason
         if work.out_channels > 1:
             return f"{work.out_channels} channels per group"
@@ -153,11 +150,7 @@ class DepthwiseWeight(Solver[ConvWork, WeightShare]):
             if elements >= least and not self._always:
                 return f"tensor cores are faster on {elements} elements"
         columns = ceil_div(work.groups, CHANNELS) * _parts(work, tile)[2]
-        if columns > MOST_ALONG:
-            return f"{columns} tiles are more than a grid can have"
-        reason = why_not_counted(columns)
-        reason = reason or device.why_not_shared(_shared_bytes(work.dtype, tile))
-        if reason is not None:
+        if (reason := why_not_counted(columns)) is not None:
             return reason
         return min(shares_of(work, device, tile), key=lambda one: expected_s(work, device, one))
 

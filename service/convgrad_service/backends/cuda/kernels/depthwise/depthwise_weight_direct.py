@@ -10,6 +10,7 @@ from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.core.gather_axes import divider
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import (
     IN_16_BITS,
+    STRIP_COLUMNS,
     LinearCost,
     Plane,
     plane_of,
@@ -70,7 +71,7 @@ DIRECT_TILES = (DirectTile(1, 3, ragged=True), DirectTile(2, 4, ragged=False))
 LEAST_COLUMNS = 28
 # If less than FILLED of the tensor-core strips' columns would be used, this family is faster from
 # LEAST_RAGGED_COLUMNS columns on.
-STRIP_COLUMNS, FILLED, LEAST_RAGGED_COLUMNS = 8, 0.85, 19
+FILLED, LEAST_RAGGED_COLUMNS = 0.85, 19
 
 
 DepthwiseWeightDirectArgs = structure(
@@ -98,19 +99,14 @@ class DepthwiseWeightDirect(Solver[ConvWork, DirectConfig]):
         tile = _tile(plane)
         if tile is None:
             return f"no instance for kernel {work.kernel} and stride {work.stride}"
-        if not self._always:
-            reason = _why_slower(plane, tile)
-            if reason is not None:
-                return reason
+        if not self._always and (reason := _why_slower(plane, tile)) is not None:
+            return reason
         layout = best_layout(work, plane, tile, device)
         if layout is None:
             return _not_inner(plane)
         if plane.batch * plane.output[1] * MOST_CHUNKS > MOST_INDEX:
             return "more than 2^31 items"
-        reason = why_not_counted(_tiles(work, layout))
-        if reason is not None:
-            return reason
-        return device.why_not_shared(_shared_bytes(layout)) or (plane, tile, layout)
+        return why_not_counted(_tiles(work, layout)) or (plane, tile, layout)
 
     def fragment(self, work: ConvWork, device: CudaDevice, config: DirectConfig) -> Fragment:
         plane, tile, layout = config

@@ -8,21 +8,12 @@ from math import prod
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
-from convgrad_service.backends.cuda.kernels.depthwise.depthwise_strips import (
-    STRIP_COLUMNS,
-    TILE_STRIPS,
-    Strips,
-    StripTiling,
-    line_bytes,
-    plane_bytes,
-    variant,
-    variants,
-)
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import (
     IN_16_BITS,
+    STRIP_COLUMNS,
     LinearCost,
     Plane,
-    chunk_rows,
+    chunk_counts,
     plane_of,
     resident_blocks,
     why_not_counted,
@@ -33,18 +24,20 @@ from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_args impo
     partials_of,
 )
 from convgrad_service.backends.cuda.structures import structure
-from convgrad_service.plans.cuda.device import CudaDevice
+from convgrad_service.plans.cuda.device import ARCHITECTURES, HOPPER, CudaDevice
 from convgrad_service.plans.cuda.families import Solver
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
 from convgrad_service.plans.cuda.works import ConvWork
 
-__all__ = ["DepthwiseWeightMma"]
+__all__ = ["TILE_STRIPS", "DepthwiseWeightMma", "Strips", "chunk_rows"]
 
 COST = LinearCost(7.75, 0.268, 0.0209, 1.26)
 # Diagonals of a product, each of which is a tap.
 DIAGONALS = 8
 # The most parts of a kernel. Each reads x and y again, and dilated kernels have few taps in each.
 MOST_PARTS = 16
+# Strips of a tile, of STRIP_COLUMNS columns each.
+TILE_STRIPS = 16
 # Rows (of 16 terms) after which accumulators are added to float32 sums.
 FLUSH = 32
 
@@ -60,12 +53,58 @@ START_ROWS = 4
 
 
 @dataclass(frozen=True, slots=True)
+class Strips:
+    """The strips of a batch of images.
+
+    Each image has ``count`` adjacent strips, each of which reads its own unit of the source and the
+    next one.
+    """
+
+    batch: int
+    count: int
+
+    @property
+    def units(self) -> int:
+        """Number of units per image."""
+        return self.count + 1
+
+    @property
+    def tiles(self) -> int:
+        return ceil_div(self.batch * self.count, TILE_STRIPS)
+
+    @property
+    def slots(self) -> int:
+        """The most units per tile, rounded up to matrices of 4."""
+        most = 0
+        for tile in range(min(self.tiles, self.count)):
+            first = tile * TILE_STRIPS % self.count
+            images, last = divmod(first + TILE_STRIPS - 1, self.count)
+            most = max(most, images * self.units + last - first + 2)
+        return ceil_div(most, 4) * 4
+
+
+@dataclass(frozen=True, slots=True)
 class WeightMmaTile:
     """The most rows of a part of the kernel, and whether the copies of a step are issued after its
     computation."""
 
     kernel_rows: int
     late: bool
+
+    @property
+    def variants(self) -> tuple[tuple[int, tuple[str, ...]], ...]:
+        """The numbers of blocks per SM, the most first, with the architectures of each.
+
+        With 7 kernel rows, registers suffice for two blocks on Hopper only.
+        """
+        if self.kernel_rows < 7:
+            return ((BLOCKS, ARCHITECTURES),)
+        others = tuple(name for name in ARCHITECTURES if name not in HOPPER)
+        return (BLOCKS, HOPPER), (1, others)
+
+    def variant(self, device: CudaDevice) -> tuple[int, tuple[str, ...]]:
+        """Return the variant for a device."""
+        return self.variants[0 if device.architecture in HOPPER else -1]
 
 
 # Larger kernels are divided into parts.
@@ -76,6 +115,7 @@ TILES = (
 )
 
 
+StripTiling = structure("depthwise/depthwise_strips.cuh", "StripTiling")
 DepthwiseWeightMmaArgs = structure("depthwise/depthwise_weight_mma.cu", "DepthwiseWeightMmaArgs")
 
 
@@ -94,11 +134,7 @@ class DepthwiseWeightMma(Solver[ConvWork, tuple[Plane, WeightMmaTile]]):
         down, across = _parts(plane, tile)
         if down * across > MOST_PARTS:
             return f"a kernel that reaches over {plane.reach[0]} rows and {plane.reach[1]} columns"
-        reason = why_not_counted(_columns(work, plane, tile))
-        if reason is not None:
-            return reason
-        reason = device.why_not_shared(_shared_bytes(tile, _strips(plane).slots))
-        return reason or (plane, tile)
+        return why_not_counted(_columns(work, plane, tile)) or (plane, tile)
 
     def fragment(
         self, work: ConvWork, device: CudaDevice, config: tuple[Plane, WeightMmaTile]
@@ -111,10 +147,9 @@ class DepthwiseWeightMma(Solver[ConvWork, tuple[Plane, WeightMmaTile]]):
         down, across = _parts(plane, tile)
         part = ceil_div(plane.reach[0], down), ceil_div(plane.reach[1], across)
         columns = _columns(work, plane, tile)
-        held, architectures = variant(tile.kernel_rows, BLOCKS, device)
+        held, architectures = tile.variant(device)
         resident = max(1, resident_blocks(device, shared_bytes, held) // columns)
-        reach = tile.kernel_rows - 1
-        chunk = chunk_rows(plane.output[0], reach, strips.tiles, resident, START_ROWS)
+        chunk = chunk_rows(plane.output[0], tile.kernel_rows - 1, strips.tiles, resident)
         chunks = ceil_div(plane.output[0], chunk)
         # As many blocks as are resident; items per block differ by at most one.
         items = strips.tiles * chunks
@@ -144,8 +179,23 @@ class DepthwiseWeightMma(Solver[ConvWork, tuple[Plane, WeightMmaTile]]):
             _instance(dtype, tile, held, architectures)
             for tile in TILES
             for dtype in IN_16_BITS
-            for held, architectures in variants(tile.kernel_rows, BLOCKS)
+            for held, architectures in tile.variants
         ]
+
+
+def chunk_rows(rows: int, reach: int, items: int, resident: int) -> int:
+    """Return the rows per chunk that minimise the total time.
+
+    A chunk costs its rows, ``reach`` halo rows and a fixed ``START_ROWS``. Each chunk has
+    ``items``, of which ``resident`` run at once.
+    """
+    best = min(
+        chunk_counts(rows),
+        key=lambda chunks: (
+            ceil_div(items * chunks, resident) * (ceil_div(rows, chunks) + reach + START_ROWS)
+        ),
+    )
+    return ceil_div(rows, best)
 
 
 def _parts(plane: Plane, tile: WeightMmaTile) -> tuple[int, int]:
@@ -166,8 +216,9 @@ def _strips(plane: Plane) -> Strips:
 
 
 def _shared_bytes(tile: WeightMmaTile, slots: int) -> int:
-    rows = plane_bytes(slots, CHANNELS) + plane_bytes(TILE_STRIPS, CHANNELS)
-    lines = line_bytes(slots, CHANNELS) + line_bytes(TILE_STRIPS, CHANNELS)
+    # Of x and of y: a row as it is copied, and transposed.
+    rows = (slots + TILE_STRIPS) * STRIP_COLUMNS * CHANNELS * 2
+    lines = sum(n + (4 if n % 8 == 0 else 0) for n in (slots, TILE_STRIPS)) * CHANNELS * 16
     sums = CHANNELS * tile.kernel_rows * 2 * 32 * 4
     return ROWS * (STAGES * rows + 2 * lines) + sums
 

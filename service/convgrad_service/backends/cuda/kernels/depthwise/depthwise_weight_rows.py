@@ -46,8 +46,6 @@ __all__ = ["DepthwiseWeightRows", "RowsLayout", "RowsTile", "layouts_of"]
 
 THREADS, BLOCKS = 256, 2
 MOST_INDEX = 2**31 - 1
-# The limit of gridDim.y and gridDim.z.
-MOST_ALONG = 2**16 - 1
 KERNELS, COLUMNS = (3, 5, 7), {1: (7,), 2: (4, 7)}
 # Columns of y are by the stride: with four as well, layers of stride 1 are expected to take 0.1 %
 # less. With stride 1, kernels of more than FEW columns take LONG instances, whose columns of y are
@@ -133,19 +131,14 @@ class DepthwiseWeightRows(Solver[ConvWork, RowsLayout]):
             self.name = f"{self.name}_planes"
 
     def solve(self, work: ConvWork, device: CudaDevice) -> RowsLayout | str:
-        reason = why_not_volume(work, in_planes=self._in_planes)
-        if reason is not None:
+        if (reason := why_not_volume(work, in_planes=self._in_planes)) is not None:
             return reason
         if not any(form.stride[2] in COLUMNS for _, form in _forms(work)):
             return f"a stride of {work.stride[2]} along W"
         if work.pixels + 4 * THREADS > MOST_INDEX:
             return "more than 2^31 items"
         layout = self._layout or _best(work, device)
-        channel_tiles, tap_sets = _grid(layout.of(work), layout)
-        if max(channel_tiles, tap_sets) > MOST_ALONG:
-            return f"{channel_tiles} by {tap_sets} tiles are more than a grid can have"
-        reason = why_not_counted(channel_tiles * tap_sets)
-        return reason or device.why_not_shared(layout.shared_bytes) or layout
+        return why_not_counted(prod(_grid(layout.of(work), layout))) or layout
 
     def fragment(self, work: ConvWork, device: CudaDevice, layout: RowsLayout) -> Fragment:
         expected = expected_s(work, device, layout)

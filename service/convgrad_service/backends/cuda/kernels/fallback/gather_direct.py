@@ -6,9 +6,10 @@ from collections.abc import Iterable
 from math import prod
 
 from convgrad.dtypes import FLOATING, DType
-from convgrad_service.backends.cuda.kernels.core.elements import MAX_BLOCKS, linear_grid
+from convgrad_service.backends.cuda.kernels.core.elements import linear_grid
 from convgrad_service.backends.cuda.kernels.fallback.gather_args import gather_args
 from convgrad_service.plans.cuda.device import CudaDevice
+from convgrad_service.plans.cuda.families import Solver
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
 from convgrad_service.plans.cuda.works import ConvWork
 
@@ -19,24 +20,25 @@ BLOCK = 256
 CHANNELS = (1, 4)
 
 
-class GatherDirect:
-    """fwd and bwd_data of any problem: the last fallback."""
+class GatherDirect(Solver[ConvWork, int]):
+    """fwd and bwd_data of any problem: the last fallback.
+
+    A configuration is the result channels of a thread.
+    """
 
     name = "gather_direct"
 
-    def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
-        if linear_grid(_threads(work), BLOCK)[0] > MAX_BLOCKS:
-            return f"{_threads(work)} threads are more than one grid holds"
-        return None
+    def solve(self, work: ConvWork, device: CudaDevice) -> int:
+        return CHANNELS[0] if work.channels[1] == 1 else CHANNELS[1]
 
-    def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
-        instance = _instance(work.dtype, _channels(work))
-        lanes = int(work.result.channels_last)
+    def fragment(self, work: ConvWork, device: CudaDevice, channels: int) -> Fragment:
+        each = ceil_div(work.channels[1], channels)
+        threads = work.batch * work.groups * prod(work.sizes[1]) * each
         launch = Launch(
-            instance,
-            linear_grid(_threads(work), BLOCK),
+            _instance(work.dtype, channels),
+            linear_grid(threads, BLOCK),
             (BLOCK, 1, 1),
-            gather_args(work, lanes, (1, 1, 1)),
+            gather_args(work, int(work.result.channels_last), (1, 1, 1)),
         )
         return Fragment(f"{self.name}_{work.direction}", (launch,))
 
@@ -46,12 +48,3 @@ class GatherDirect:
 
 def _instance(dtype: DType, channels: int) -> Instance:
     return Instance.of("fallback/gather_direct.cu", ELEMENT=dtype, CHANNELS=channels)
-
-
-def _channels(work: ConvWork) -> int:
-    return CHANNELS[0] if work.channels[1] == 1 else CHANNELS[1]
-
-
-def _threads(work: ConvWork) -> int:
-    blocks = ceil_div(work.channels[1], _channels(work))
-    return work.batch * work.groups * prod(work.sizes[1]) * blocks

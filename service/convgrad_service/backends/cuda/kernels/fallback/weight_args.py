@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ from convgrad_service.backends.cuda.kernels.core.elements import MAX_BLOCKS
 from convgrad_service.backends.cuda.kernels.core.split_sum import split_sum, split_sum_instances
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice, sum_dtype
+from convgrad_service.plans.cuda.families import Solver
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, Workspace, ceil_div
 from convgrad_service.plans.cuda.works import ConvWork, Operand
 
@@ -110,17 +110,13 @@ def finish_split(work: ConvWork, split: Split) -> tuple[tuple[Launch, ...], tupl
     return (launch,), (Workspace(_partials(work), split.count * _partial_bytes(work)),)
 
 
-class WeightFallback(ABC):
-    """What `WeightDirect` and `WeightTile` share: split-K over blocks of 256 threads."""
+class WeightFallback(Solver[ConvWork, int]):
+    """What `WeightDirect` and `WeightTile` share: split-K over blocks of 256 threads.
 
-    name: str
+    A configuration is the blocks of one split.
+    """
 
-    @abstractmethod
-    def blocks(self, work: ConvWork) -> int:
-        """Return the blocks of one split."""
-
-    def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
-        blocks = self.blocks(work)
+    def fragment(self, work: ConvWork, device: CudaDevice, blocks: int) -> Fragment:
         split = split_pixels(work, blocks, device)
         launch = Launch(
             self._instance(work.dtype, work.result_dtype),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from convgrad_service.backends.cuda.kernels.core.elements import MAX_BLOCKS
 from convgrad_service.backends.cuda.kernels.fallback.weight_args import WeightFallback
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import ceil_div
@@ -18,10 +17,5 @@ class WeightDirect(WeightFallback):
 
     name = "weight_direct"
 
-    def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
-        if self.blocks(work) > MAX_BLOCKS:
-            return f"{self.blocks(work)} blocks are more than one grid holds"
-        return None
-
-    def blocks(self, work: ConvWork) -> int:
+    def solve(self, work: ConvWork, device: CudaDevice) -> int:
         return ceil_div(work.groups * work.out_channels * work.in_channels, LANES) * work.taps

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from convgrad_service.backends.cuda.kernels.core.elements import MAX_BLOCKS
 from convgrad_service.backends.cuda.kernels.fallback.weight_args import WeightFallback
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import ceil_div
@@ -28,10 +27,8 @@ class WeightTile(WeightFallback):
                 f"{work.out_channels}x{work.in_channels} channels per group would leave most of a "
                 f"tile of {TILE}x{TILE}"
             )
-        if self.blocks(work) > MAX_BLOCKS:
-            return f"{self.blocks(work)} tiles are more than one grid holds"
-        return None
+        return super().why_not(work, device)
 
-    def blocks(self, work: ConvWork) -> int:
+    def solve(self, work: ConvWork, device: CudaDevice) -> int:
         tiles = ceil_div(work.in_channels, TILE) * ceil_div(work.out_channels, TILE)
         return work.groups * work.taps * tiles

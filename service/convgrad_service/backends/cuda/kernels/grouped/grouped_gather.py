@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
+from typing import Any
+
+import numpy as np
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import fill, fill_axes, pack
-from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS, MAX_BLOCKS
+from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS
 from convgrad_service.backends.cuda.kernels.core.gather_axes import MAX_PHASES
 from convgrad_service.backends.cuda.kernels.grouped.grouped_box import (
-    LatticeAxis,
     Size4,
     box_args,
     candidate_tiles,
     lattice_axis,
 )
 from convgrad_service.backends.cuda.kernels.grouped.grouped_merge import (
-    Merge,
     is_exact,
     merge_of,
     odd_chunks,
@@ -37,6 +37,7 @@ from convgrad_service.backends.cuda.kernels.grouped.grouped_units import (
 from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice
+from convgrad_service.plans.cuda.families import Solver
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
 from convgrad_service.plans.cuda.works import ConvWork
 
@@ -46,7 +47,6 @@ __all__ = ["Box", "GroupedGather", "boxes_of"]
 MOST_POSITIONS = 512
 # Limits of the packed coordinates of a position.
 MOST_DEPTH, MOST_HEIGHT = 127, 255
-MAX_GRID_YZ = 65535
 MOST_SPAN = 2**32 - 2
 MAX_INDEX = 2**31 - 1
 # Cost model: bytes that an SM could copy during an mma of a warp.
@@ -80,7 +80,7 @@ PhaseArgs = structure("grouped/grouped_gather.cu", "Phase")
 GroupedGatherArgs = structure("grouped/grouped_gather.cu", "GroupedGatherArgs")
 
 
-class GroupedGather:
+class GroupedGather(Solver[ConvWork, Box]):
     """fwd and bwd_data with 1 to 64 channels per group, channels last.
 
     Takes 16-bit types, float32 as TF32 (``precision: high``), and exact float32.
@@ -88,7 +88,8 @@ class GroupedGather:
 
     name = "grouped_gather"
 
-    def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
+    def solve(self, work: ConvWork, device: CudaDevice) -> Box | str:
+        """See `Solver.solve`. Results do not depend on the box."""
         if (reason := why_not_grouped(work, device)) is not None:
             return reason
         if work.in_channels == work.out_channels == 1:
@@ -97,27 +98,19 @@ class GroupedGather:
             return f"the weights of a group span more than {MAX_INDEX} elements"
         if work.direction == "bwd_data" and max(work.stride) > MAX_PHASES:
             return f"stride {max(work.stride)} makes more than {MAX_PHASES} phases"
-        axes = [lattice_axis(work, dim) for dim in range(3)]
-        box = next(boxes_of(work, axes, device), None)
-        if box is None:
-            return "one position's taps and one group's weights do not fit in shared memory"
-        boxes = prod(_tiles(work, axes, box))
-        if boxes > MAX_BLOCKS:
-            return f"{boxes} boxes are more than one grid holds"
-        if ceil_div(merge_of(work).count, box.slice) > MAX_GRID_YZ:
-            return f"{work.groups} groups are more than one grid holds"
-        return None
+        gather, least, best = _Gather(work), float("inf"), None
+        for boxes in _fitting(gather, device):
+            costs = boxes.cost(device)
+            at = int(costs.argmin())
+            if costs[at] < least:
+                least, best = costs[at], boxes.box(at)
+        return best or "one position's taps and one group's weights do not fit in shared memory"
 
-    def launches(self, work: ConvWork, device: CudaDevice, box: Box | None = None) -> Fragment:
-        """See `Family.launches`. ``box`` overrides the chosen box."""
-        backward = work.direction == "bwd_data"
+    def fragment(self, work: ConvWork, device: CudaDevice, box: Box) -> Fragment:
         source, result = work.sides
-        axes = [lattice_axis(work, dim) for dim in range(3)]
-        time_s, chosen = choose_box(work, axes, device)
-        box = box or chosen
-        merge, unit = merge_of(work), unit_of(work)
-        shape = _Shared(work, axes, merge, unit, box)
-
+        gather = _Gather(work)
+        axes, merge = gather.axes, gather.merge
+        shape = _Boxes(gather, box.tile, box.slice, box.stages)
         args = GroupedGatherArgs()
         args.x_group, args.y_group = source.strides[1], result.strides[1]
         args.y_stride[:] = (result.strides[0], *result.strides[3:])
@@ -126,18 +119,15 @@ class GroupedGather:
         args.x_stride.image = source.strides[0] * size
         args.x_stride.spatial[:] = [stride * size for stride in source.strides[3:]]
         args.box = box_args(
-            shape.extent, shape.pitch, box.slice, shape.merge_bytes, shape.piece, WARPS * 32
+            shape.extent, shape.pitch, box.slice, gather.merge_bytes, gather.piece, WARPS * 32
         )
-        args.padded, args.y_piece = merge.padded, piece_of(result, work.channels[1], merge.groups)
-        args.alpha, args.beta = work.alpha, work.beta
-        args.batch, args.groups = work.batch, work.groups
+        args.padded, args.own, args.y_piece = merge.padded, merge.own, gather.y_piece
         args.x_channels, args.y_channels = work.channels
         args.merged, args.merges, args.slice = merge.groups, merge.count, box.slice
-        args.own = merge.own
-        args.w_vector, args.w_pitch = _vector(work), shape.w_pitch
+        args.w_vector, args.w_pitch = _vector(work), gather.w_pitch
         args.activation, args.plain = ACTIVATIONS[work.activation], work.epilogue_free
-        args.tile[:] = box.tile
-        args.tiles[:] = _tiles(work, axes, box)
+        args.tile[:], args.tiles[:] = box.tile, shape.tiles
+        fill(args, work, "alpha", "beta", "batch", "groups")
         fill_axes(args, axes, "x_step", "x_tap", "lattice")
         fill_axes(args, [axis.axis for axis in axes], "x_size", "y_step", "r_step")
         for dim, axis in enumerate(axes):
@@ -146,24 +136,17 @@ class GroupedGather:
                 args.phase[dim][place] = PhaseArgs(
                     phase.taps, phase.r0, phase.x0, phase.y0, phase.count
                 )
-        args.stage_bytes = shape.stage_bytes
-        fill(
-            args,
-            shape,
-            "weights_at",
-            "results_at",
-            "sources_at",
-            "digits_at",
-            "steps_at",
-            "rows_at",
-        )
+        fill(args, shape, "stage_bytes", "weights_at", "results_at", "sources_at", "digits_at")
+        fill(args, shape, "steps_at", "rows_at")
         launch = Launch(
-            _instance(unit, work.dtype, backward, is_exact(work)),
-            _grid(work, axes, merge, box, _resident(unit, shape, device), device),
+            _instance(gather.unit, work.dtype, gather.backward, gather.exact),
+            shape.grid(device),
             (WARPS * 32, 1, 1),
             pack(args, x=source, w=work.w, y=result, accumulate=work.accumulate, bias=work.bias),
-            shape.total_bytes,
+            int(shape.total_bytes),
         )
+        byte_s = EXACT_BYTE_S if gather.exact else BYTE_S
+        time_s = START_S + float(shape.cost(device)) * byte_s
         return Fragment(f"{self.name}_{work.direction}", (launch,), expected_s=time_s)
 
     def instances(self) -> Iterable[Instance]:
@@ -174,182 +157,158 @@ class GroupedGather:
         ]
 
 
-def choose_box(work: ConvWork, axes: list[LatticeAxis], device: CudaDevice) -> tuple[float, Box]:
-    """Return the box with the least predicted time, and that in seconds. Results do not depend on
-    the box."""
-    # The same for all boxes, of which there may be a thousand.
-    merge, unit = merge_of(work), unit_of(work)
-    best, least = None, math.inf
-    for box, shape in _fitting(work, axes, merge, unit, device):
-        cost = _cost(work, axes, merge, unit, shape, box, device)
-        if best is None or cost < least:
-            best, least = box, cost
-    if best is None:
-        raise ValueError("work that why_not refuses")
-    return START_S + least * (EXACT_BYTE_S if is_exact(work) else BYTE_S), best
+class _Gather:
+    """What all boxes of a work have in common."""
 
-
-class _Shared:
-    """The layout of a block's shared memory."""
-
-    def __init__(
-        self, work: ConvWork, axes: list[LatticeAxis], merge: Merge, unit: Unit, box: Box
-    ) -> None:
-        backward = work.direction == "bwd_data"
-        x_chunks = merge.out_chunks if backward else merge.in_chunks
-        extents = [axis.extent(size) for axis, size in zip(axes, box.tile[1:], strict=True)]
-        self.extent = (box.tile[0], *extents)
-        self.chunks = x_chunks * box.slice
-        self.pitch = odd_chunks(self.chunks)
-        source, channels = work.sides[0], work.channels[0]
-        self.piece = piece_of(source, channels, merge.groups)
-        real = merge.groups * channels * work.dtype.itemsize
-        self.merge_bytes = real, x_chunks * CHUNK_BYTES
-        self.pieces = box.slice * real // self.piece
-        self.piece_rate = BYTE_S / EXACT_BYTE_S if is_exact(work) else 1.0
+    def __init__(self, work: ConvWork) -> None:
+        self.work, self.backward, self.exact = work, work.direction == "bwd_data", is_exact(work)
+        self.axes = [lattice_axis(work, dim) for dim in range(3)]
+        self.merge = merge = merge_of(work)
+        self.unit: Unit = unit_of(work)
+        self.phases = prod(len(axis.phases) for axis in self.axes)
+        self.taps = prod(axis.taps for axis in self.axes)
+        (source, result), (read, written) = work.sides, work.channels
+        self.piece, self.y_piece = (
+            piece_of(operand, channels, merge.groups)
+            for operand, channels in ((source, read), (result, written))
+        )
+        sides = (merge.in_chunks, merge.out_channels), (merge.out_chunks, merge.in_channels)
+        self.x_chunks, self.y_channels = sides[self.backward]
         self.w_pitch = odd_chunks(merge.in_chunks)
-        taps = prod(axis.taps for axis in axes)
-        # Warps read whole units of merges.
-        merges = ceil_div(box.slice, unit.merges) * unit.merges
-        tap_bytes = merge.out_channels * self.w_pitch
-        self.weight_bytes = merges * (taps + 1) * tap_bytes
-        positions = ceil_div(box.positions, 16) * 16
-        self.stage_bytes = prod(self.extent) * self.pitch if box.stages > 1 else 0
-        self.weights_at = prod(self.extent) * self.pitch * box.stages
-        self.results_at = self.weights_at + self.weight_bytes
-        self.sources_at = self.results_at + positions * 4
-        self.digits_at = self.sources_at + positions * 4
-        self.steps_at = self.digits_at + positions * 4
-        steps = ceil_div(taps * x_chunks, 2)
-        self.rows_at = self.steps_at + steps * 16
-        end = self.rows_at + WARPS * unit.rows_bytes
-        # Units also read past the last result channel.
-        beyond = self.results_at + unit.columns * 8 * self.w_pitch
-        self.total_bytes = max(end, beyond) + PLACE_BYTES
-
-    @property
-    def copied_bytes(self) -> float:
-        """Bytes of whole chunks that are copied as fast as the box's pieces."""
-        return prod(self.extent) * self.pieces * self.piece_bytes(self.piece)
+        # Of a merge of the source: in memory, and in a box.
+        x_bytes, self.y_bytes = (merge.groups * n * work.dtype.itemsize for n in (read, written))
+        self.merge_bytes = x_bytes, self.x_chunks * CHUNK_BYTES
+        self.steps = ceil_div(self.taps * self.x_chunks, 2)
 
     def piece_bytes(self, piece: int) -> float:
         """Return the bytes of whole chunks that take as long as a piece."""
-        return piece + (PIECE_BYTES[piece] - piece) * self.piece_rate
+        return piece + (PIECE_BYTES[piece] - piece) * (BYTE_S / EXACT_BYTE_S if self.exact else 1.0)
 
 
-def boxes_of(work: ConvWork, axes: list[LatticeAxis], device: CudaDevice) -> Iterator[Box]:
-    """Yield candidates that fit into shared memory."""
-    return (box for box, _ in _fitting(work, axes, merge_of(work), unit_of(work), device))
+class _Boxes:
+    """The layout of a block's shared memory with a box; ``tile`` and ``stages`` may be those of
+    many boxes, as arrays, and then so are all numbers that depend on them."""
+
+    def __init__(self, gather: _Gather, tile: Any, slice_: int, stages: Any) -> None:
+        self._gather, self.tile, self._slice, self._stages = gather, tile, slice_, stages
+        merge, unit, axes = gather.merge, gather.unit, gather.axes
+        extents = [axis.extent(size) for axis, size in zip(axes, tile[1:], strict=True)]
+        self.extent = (tile[0], *extents)
+        spatial = [ceil_div(axis.count, size) for axis, size in zip(axes, tile[1:], strict=True)]
+        self.tiles = (ceil_div(gather.work.batch, tile[0]), *spatial)
+        self.pitch = odd_chunks(gather.x_chunks * slice_)
+        self.pieces = slice_ * gather.merge_bytes[0] // gather.piece
+        self.positions = prod(tile)
+        box_bytes = prod(self.extent) * self.pitch
+        # Warps read whole units of merges.
+        merges = ceil_div(slice_, unit.merges) * unit.merges
+        self.weight_bytes = merges * (gather.taps + 1) * merge.out_channels * gather.w_pitch
+        places = ceil_div(self.positions, 16) * 16
+        self.stage_bytes = box_bytes * (stages > 1)
+        self.weights_at = box_bytes * stages
+        self.results_at = self.weights_at + self.weight_bytes
+        self.sources_at = self.results_at + places * 4
+        self.digits_at = self.sources_at + places * 4
+        self.steps_at = self.digits_at + places * 4
+        self.rows_at = self.steps_at + gather.steps * 16
+        end = self.rows_at + WARPS * unit.rows_bytes
+        # Units also read past the last result channel.
+        beyond = self.results_at + unit.columns * 8 * gather.w_pitch
+        self.total_bytes = np.maximum(end, beyond) + PLACE_BYTES
+
+    def fitting(self, device: CudaDevice) -> Any:
+        """Return which boxes are possible, in an array of bool."""
+        work, (images, *sizes) = self._gather.work, self.tile
+        strides, steps = work.result.strides, [axis.axis.y_step for axis in self._gather.axes]
+        # From a box's first result to its last, in elements.
+        span = (images - 1) * strides[0] + sum(
+            (size - 1) * step * stride
+            for size, step, stride in zip(sizes, steps, strides[3:], strict=True)
+        )
+        return (
+            (self.positions <= MOST_POSITIONS)
+            & (sizes[0] <= MOST_DEPTH)
+            & (sizes[1] <= MOST_HEIGHT)
+            & (span <= MOST_SPAN)
+            & (self.pieces <= WARPS * 32)
+            & (self.total_bytes <= device.shared_bytes_per_block)
+        )
+
+    def box(self, index: int) -> Box:
+        """Return one of many."""
+        n, d, h, w = (int(size[index]) for size in self.tile)
+        return Box((n, d, h, w), self._slice, int(self._stages[index]))
+
+    def resident(self, device: CudaDevice) -> Any:
+        """Return the resident blocks per SM."""
+        return np.clip(device.fitting_blocks(self.total_bytes), 1, BLOCKS)
+
+    def workers(self, device: CudaDevice) -> Any:
+        """Return the blocks that iterate over boxes: at most those resident at once."""
+        boxes, slices = prod(self.tiles), ceil_div(self._gather.merge.count, self._slice)
+        at_once = self.resident(device) * device.multiprocessors
+        most = np.clip(at_once // (slices * self._gather.phases), 1, boxes)
+        return np.where(self._stages == 1, boxes, ceil_div(boxes, ceil_div(boxes, most)))
+
+    def grid(self, device: CudaDevice) -> tuple[int, int, int]:
+        """Return the grid of a single box: blocks over boxes, slices, phases."""
+        gather = self._gather
+        slices = ceil_div(gather.merge.count, self._slice)
+        return int(self.workers(device)), slices, gather.phases
+
+    def cost(self, device: CudaDevice) -> Any:
+        """Return the cost in units of the bytes that an SM could copy in that time."""
+        gather = self._gather
+        copied = prod(self.extent) * self.pieces * gather.piece_bytes(gather.piece)
+        pieces = gather.y_bytes // gather.y_piece
+        stored = ceil_div(self.positions, 64) * 64 * self._slice * pieces
+        per_box = copied + 2 * (stored * gather.piece_bytes(gather.y_piece)) + 2048
+        # Arranging weights takes more instructions than copying a box.
+        per_block = 2 * self.weight_bytes + 16384
+        resident, workers = self.resident(device), self.workers(device)
+        boxes = ceil_div(prod(self.tiles), workers)
+        blocks = workers * ceil_div(gather.merge.count, self._slice) * gather.phases
+        together = np.minimum(resident, ceil_div(blocks, device.multiprocessors))
+        waves = ceil_div(blocks, device.multiprocessors * resident)
+        # Fewer concurrent blocks, or fewer copies, hide less latency.
+        hidden = 1.0 + 1.2 / together + 0.2 / np.minimum(boxes, 2)
+        of_block = together * (per_block + boxes * per_box) * hidden
+        return waves * (of_block + boxes * self._products() * PRODUCT_BYTES)
+
+    def _products(self) -> Any:
+        """Return the number of mma instructions of a warp for a box."""
+        gather, unit = self._gather, self._gather.unit
+        units = (
+            ceil_div(self.positions, 16 * unit.fragments)
+            * ceil_div(self._slice, unit.merges)
+            * ceil_div(gather.y_channels, 8 * unit.columns)
+        )
+        each = unit.fragments * unit.merges * unit.columns
+        return ceil_div(units, WARPS) * gather.steps * each
 
 
-def _fitting(
-    work: ConvWork, axes: list[LatticeAxis], merge: Merge, unit: Unit, device: CudaDevice
-) -> Iterator[tuple[Box, _Shared]]:
-    """Yield the candidates of `boxes_of` with their layouts."""
-    together = work.sides[0].strides[1] == work.channels[0]
-    slices = slices_of(merge, together)
-    steps = (1, 4, 8) if unit.windows else (1, 1, 1)
-    counts = [axis.count for axis in axes]
-    for slice_ in slices:
-        for tile in candidate_tiles(work.batch, counts, steps):
-            if tile[1] > MOST_DEPTH or tile[2] > MOST_HEIGHT:
-                continue
-            for box in (Box(tile, slice_, stages) for stages in (1, 2)):
-                if box.positions > MOST_POSITIONS or _span(work, axes, box) > MOST_SPAN:
-                    continue
-                shape = _Shared(work, axes, merge, unit, box)
-                if shape.pieces > WARPS * 32:
-                    continue
-                if shape.total_bytes <= device.shared_bytes_per_block:
-                    yield box, shape
+def _fitting(gather: _Gather, device: CudaDevice) -> Iterator[_Boxes]:
+    """Yield the candidates that fit into shared memory, those of a slice together."""
+    work = gather.work
+    steps = (1, 4, 8) if gather.unit.windows else (1, 1, 1)
+    counts = [axis.count for axis in gather.axes]
+    tiles = np.array(list(candidate_tiles(work.batch, counts, steps)), np.int64)
+    tile, stages = np.repeat(tiles, 2, axis=0).T, np.tile([1, 2], len(tiles))
+    for slice_ in slices_of(gather.merge, work.sides[0].strides[1] == work.channels[0]):
+        fits = _Boxes(gather, tile, slice_, stages).fitting(device)
+        if fits.any():
+            yield _Boxes(gather, tile[:, fits], slice_, stages[fits])
 
 
-def _span(work: ConvWork, axes: list[LatticeAxis], box: Box) -> int:
-    """Return the distance in elements from a box's first result to its last."""
-    strides = work.result.strides
-    steps = [axis.axis.y_step for axis in axes]
-    spatial = zip(box.tile[1:], steps, strides[3:], strict=True)
-    return (box.tile[0] - 1) * strides[0] + sum(
-        (size - 1) * step * stride for size, step, stride in spatial
-    )
-
-
-def _cost(
-    work: ConvWork,
-    axes: list[LatticeAxis],
-    merge: Merge,
-    unit: Unit,
-    shape: _Shared,
-    box: Box,
-    device: CudaDevice,
-) -> float:
-    """Return the cost in units of the bytes that an SM could copy in that time."""
-    backward = work.direction == "bwd_data"
-    result, channels = work.result, work.channels[1]
-    piece = piece_of(result, channels, merge.groups)
-    pieces = merge.groups * channels * work.dtype.itemsize // piece
-    stored = ceil_div(box.positions, 64) * 64 * box.slice * pieces * shape.piece_bytes(piece)
-    per_box = shape.copied_bytes + 2 * stored + 2048
-    # Arranging weights takes more instructions than copying a box.
-    per_block = 2 * shape.weight_bytes + 16384
-    resident = _resident(unit, shape, device)
-    workers, slices, phases = _grid(work, axes, merge, box, resident, device)
-    boxes = ceil_div(prod(_tiles(work, axes, box)), workers)
-    blocks = workers * slices * phases
-    together = min(resident, ceil_div(blocks, device.multiprocessors))
-    waves = ceil_div(blocks, device.multiprocessors * resident)
-    # Fewer concurrent blocks, or fewer copies, hide less latency.
-    hidden = 1.0 + 1.2 / together + 0.2 / min(boxes, 2)
-    copied = together * (per_block + boxes * per_box) * hidden
-    return waves * (copied + boxes * _products(axes, merge, unit, box, backward) * PRODUCT_BYTES)
-
-
-def _products(axes: list[LatticeAxis], merge: Merge, unit: Unit, box: Box, backward: bool) -> int:
-    """Return the number of mma instructions of a warp for a box."""
-    read, written = merge.in_chunks, merge.out_channels
-    if backward:
-        read, written = merge.out_chunks, merge.in_channels
-    units = (
-        ceil_div(box.positions, 16 * unit.fragments)
-        * ceil_div(box.slice, unit.merges)
-        * ceil_div(written, 8 * unit.columns)
-    )
-    steps = ceil_div(prod(axis.taps for axis in axes) * read, 2)
-    return ceil_div(units, WARPS) * steps * unit.fragments * unit.merges * unit.columns
-
-
-def _resident(unit: Unit, shape: _Shared, device: CudaDevice) -> int:
-    """Return the resident blocks per SM."""
-    return max(1, min(BLOCKS, device.fitting_blocks(shape.total_bytes)))
-
-
-def _tiles(work: ConvWork, axes: list[LatticeAxis], box: Box) -> Size4:
-    spatial = [ceil_div(axis.count, size) for axis, size in zip(axes, box.tile[1:], strict=True)]
-    return (ceil_div(work.batch, box.tile[0]), spatial[0], spatial[1], spatial[2])
-
-
-def _grid(
-    work: ConvWork,
-    axes: list[LatticeAxis],
-    merge: Merge,
-    box: Box,
-    resident: int,
-    device: CudaDevice,
-) -> tuple[int, int, int]:
-    """Return the grid: blocks over boxes (at most those resident at once), slices, phases."""
-    slices = ceil_div(merge.count, box.slice)
-    phases = prod(len(axis.phases) for axis in axes)
-    boxes = prod(_tiles(work, axes, box))
-    if box.stages == 1:
-        return boxes, slices, phases
-    workers = max(1, min(boxes, resident * device.multiprocessors // (slices * phases)))
-    return ceil_div(boxes, ceil_div(boxes, workers)), slices, phases
+def boxes_of(work: ConvWork, device: CudaDevice) -> Iterator[Box]:
+    """Yield the candidates that fit into shared memory."""
+    for boxes in _fitting(_Gather(work), device):
+        yield from map(boxes.box, range(len(boxes.positions)))
 
 
 def _vector(work: ConvWork) -> int:
     """Return the number of weights per vector load, all of one group."""
-    chunk = merge_of(work).chunk
-    strides = work.w.strides
+    chunk, strides = CHUNK_BYTES // work.dtype.itemsize, work.w.strides
     for vector in (chunk, chunk // 2):
         others = (*strides[:2], *strides[3:])
         if (

@@ -9,7 +9,6 @@ from typing import Any
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import fill, pack
-from convgrad_service.backends.cuda.kernels.core.elements import MAX_BLOCKS
 from convgrad_service.backends.cuda.kernels.core.gather_axes import divider
 from convgrad_service.backends.cuda.kernels.core.tensor_maps import TiledMap, pack_maps
 from convgrad_service.backends.cuda.kernels.grouped.grouped_box import BoxStrides, box_args, box_map
@@ -33,6 +32,7 @@ from convgrad_service.backends.cuda.kernels.grouped.grouped_weight_shares import
 )
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import ARCHITECTURES, HOPPER, CudaDevice
+from convgrad_service.plans.cuda.families import Solver
 from convgrad_service.plans.cuda.program import (
     ZEROS,
     Arguments,
@@ -45,14 +45,12 @@ from convgrad_service.plans.cuda.works import ConvWork, Operand
 
 __all__ = ["GroupedWeight"]
 
-MAX_GRID_YZ = 65535
-
 GroupedWeightArgs = structure(
     "grouped/grouped_weight.cu", "GroupedWeightArgs", anonymous=("result",)
 )
 
 
-class GroupedWeight:
+class GroupedWeight(Solver[ConvWork, Share]):
     """bwd_weight with few channels per group, channels last.
 
     Takes 16-bit types, float32 as TF32 (``precision: high``), and exact float32. On Hopper, boxes
@@ -65,24 +63,14 @@ class GroupedWeight:
         """Create the family; without ``copy_engine`` it copies as on other GPUs."""
         self._copy_engine = copy_engine
 
-    def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
+    def solve(self, work: ConvWork, device: CudaDevice) -> Share | str:
         if (reason := why_not_grouped(work, device)) is not None:
             return reason
-        _, share = next(iter(shares_of(work, device, self._has_engine(work, device))), (0.0, None))
-        if share is None:
-            return "one pixel's taps do not fit in shared memory"
-        parts = Parts(work, share.item, share.level)
-        boxes = parts.boxes(share.tile)
-        if boxes > MAX_BLOCKS:
-            return f"{boxes} boxes of pixels are more than {MAX_BLOCKS}"
-        most = max(Block(parts, share.tile, share.slice).grid)
-        return f"{most} slices are more than one grid holds" if most > MAX_GRID_YZ else None
+        share = best_of(work, device, self._has_engine(work, device))
+        return share or "one pixel's taps do not fit in shared memory"
 
-    def launches(self, work: ConvWork, device: CudaDevice, share: Share | None = None) -> Fragment:
-        """See `Family.launches`. ``share`` overrides the chosen share."""
+    def fragment(self, work: ConvWork, device: CudaDevice, share: Share) -> Fragment:
         engine = self._has_engine(work, device)
-        if share is None:
-            share = best_of(work, device, engine)
         parts = Parts(work, share.item, share.level, engine)
         block, splits = Block(parts, share.tile, share.slice), share.splits
         partials = f"{work.prefix}partials"
@@ -119,18 +107,9 @@ class GroupedWeight:
         )
 
     def instances(self) -> Iterable[Instance]:
-        return [
-            instance
-            for engine in (False, True)
-            for instance in (
-                *(_instance(one, DType.BFLOAT16, False, engine) for one in HALF_ITEMS),
-                *(
-                    _instance(one, DType.FLOAT32, exact, engine)
-                    for one in ITEMS
-                    for exact in (False, True)
-                ),
-            )
-        ]
+        kinds = [(item, DType.BFLOAT16, False) for item in HALF_ITEMS]
+        kinds += [(item, DType.FLOAT32, exact) for item in ITEMS for exact in (False, True)]
+        return [_instance(*kind, engine) for engine in (False, True) for kind in kinds]
 
     def _has_engine(self, work: ConvWork, device: CudaDevice) -> bool:
         """Whether the copy engine copies the boxes."""
@@ -173,9 +152,10 @@ def _args(parts: Parts, block: Block, share: Share) -> Any:
     args.merge_channels[:] = merge.in_channels, merge.out_channels
     args.batch, args.groups = work.batch, work.groups
     args.by_items = divider(block.items)
-    for name in ("row_blocks", "column_blocks"):
-        setattr(args, name, getattr(parts, name))
-        setattr(args, f"by_{name}", divider(getattr(parts, name)))
+    fill(args, parts, "row_blocks", "column_blocks")
+    args.by_row_blocks, args.by_column_blocks = map(
+        divider, (parts.row_blocks, parts.column_blocks)
+    )
     _describe_result(args.result, work, block.items)
     if not parts.engine:
         for name, operand in (("x", work.x), ("y", work.y)):
@@ -243,11 +223,10 @@ def _maps(parts: Parts, block: Block, share: Share) -> tuple[TiledMap, TiledMap]
     y_shape = (work.batch, *work.output, work.groups * work.out_channels)
     x = box_map(work.x, x_shape, block.x_extent, parts.x_steps, block.x_pitch)
     y = box_map(work.y, y_shape, share.tile, parts.y_steps, block.y_pitch)
-    x_swizzle, y_swizzle = (
-        pitch if swizzled else 0
-        for pitch, swizzled in ((block.x_pitch, block.x_swizzle), (block.y_pitch, block.y_swizzle))
+    return (
+        replace(x, swizzle=block.x_pitch if block.x_swizzle else 0),
+        replace(y, swizzle=block.y_pitch if block.y_swizzle else 0),
     )
-    return replace(x, swizzle=x_swizzle), replace(y, swizzle=y_swizzle)
 
 
 def _instance(item: Item, dtype: DType, exact: bool, engine: bool) -> Instance:

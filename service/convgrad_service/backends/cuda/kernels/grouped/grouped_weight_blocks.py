@@ -22,6 +22,7 @@ from convgrad_service.backends.cuda.kernels.grouped.grouped_merge import (
     piece_of,
 )
 from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES
+from convgrad_service.plans.base import round_up
 from convgrad_service.plans.cuda.program import ceil_div
 from convgrad_service.plans.cuda.works import ConvWork
 
@@ -235,7 +236,7 @@ class Block:
         self.y_pitch, self.y_swizzle = parts.pitch(merge.out_chunks * slice_)
         self.steps = ceil_div(pixels, parts.depth)
         x_pixels = prod(self.x_extent)
-        self.sub_bytes = _aligned(x_pixels * self.x_pitch, parts.alignment)
+        self.sub_bytes = round_up(x_pixels * self.x_pitch, parts.alignment)
         self.y_at: int = parts.sub_boxes * self.sub_bytes
         x_pixels *= parts.sub_boxes
         self.pieces = max(slice_ * real // piece for (real, _), piece in parts.copies.values())
@@ -250,7 +251,7 @@ class Block:
         self.pixels = x_pixels + pixels
         # A column of 8 may extend past the last channel of the last pixel.
         y_bytes = self.steps * parts.depth * self.y_pitch + CHUNK_BYTES * 8
-        self.stage_bytes = self.y_at + _aligned(y_bytes, parts.alignment)
+        self.stage_bytes = self.y_at + round_up(y_bytes, parts.alignment)
         self.alignment = parts.alignment
         row = work.groups * work.in_channels, merge.in_channels * slice_
         self.row_alignment = gcd(*row) * work.dtype.itemsize
@@ -265,13 +266,13 @@ class Block:
         self.row_bytes = parts.row_blocks * item.rows * 16 * ROW_BYTES
 
     def rows_at(self, stages: int) -> int:
-        return max(stages * self.stage_bytes, _aligned(self.slab_bytes, ALIGNMENT))
+        return max(stages * self.stage_bytes, round_up(self.slab_bytes, ALIGNMENT))
 
     def sources_at(self, stages: int) -> int:
         return self.rows_at(stages) + self.row_bytes
 
     def received_at(self, stages: int) -> int:
-        return _aligned(self.sources_at(stages) + self.steps * PIXELS_A_STEP * 4, ALIGNMENT)
+        return round_up(self.sources_at(stages) + self.steps * PIXELS_A_STEP * 4, ALIGNMENT)
 
     def total_bytes(self, stages: int, cluster: int = 0) -> int:
         """``cluster`` is the number of its blocks, or 0."""
@@ -280,8 +281,3 @@ class Block:
             turns = ceil_div(self.item_sums // 4, self.k_splits * 32 * cluster)
             received = turns * cluster * self.warps * 32 * CHUNK_BYTES
         return self.received_at(stages) + received + self.alignment
-
-
-def _aligned(size: int, alignment: int) -> int:
-    """Return the least multiple of ``alignment`` that is at least ``size``."""
-    return ceil_div(size, alignment) * alignment

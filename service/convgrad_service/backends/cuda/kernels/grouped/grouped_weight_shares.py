@@ -8,10 +8,7 @@ from functools import lru_cache
 from itertools import product
 from math import prod
 
-from convgrad_service.backends.cuda.kernels.grouped.grouped_box import (
-    MOST_BOX,
-    Size4,
-)
+from convgrad_service.backends.cuda.kernels.grouped.grouped_box import MOST_BOX, Size4
 from convgrad_service.backends.cuda.kernels.grouped.grouped_merge import (
     is_exact,
     merge_of,
@@ -41,14 +38,15 @@ FEW_BOXES = 8
 """Up to this number of boxes, one block may process all."""
 
 
-def best_of(work: ConvWork, device: CudaDevice, engine: bool) -> Share:
-    """Return the share with the least expected time, of those nearest to the splits asked for."""
+def best_of(work: ConvWork, device: CudaDevice, engine: bool) -> Share | None:
+    """Return the share with the least expected time, of those nearest to the splits asked for; None
+    if there is none."""
 
     def key(one: tuple[float, Share]) -> tuple[int, float]:
         expected, share = one
         return 0 if work.split_k is None else abs(work.split_k - share.splits), expected
 
-    return min(shares_of(work, device, engine), key=key)[1]
+    return min(shares_of(work, device, engine), key=key, default=(0.0, None))[1]
 
 
 @lru_cache(maxsize=32)

@@ -15,7 +15,9 @@ from convgrad_service.backends.cuda.kernels.core.tensor_maps import TiledMap, pa
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import why_not_counted
 from convgrad_service.backends.cuda.kernels.grouped.grouped_box import why_not_pixels
 from convgrad_service.backends.cuda.structures import structure
+from convgrad_service.plans.base import round_up
 from convgrad_service.plans.cuda.device import HOPPER, CudaDevice
+from convgrad_service.plans.cuda.families import Solver
 from convgrad_service.plans.cuda.program import (
     ZEROS,
     Fragment,
@@ -72,15 +74,15 @@ HopperGroupedWeightArgs = structure("grouped/hopper_grouped_weight.cu", "HopperG
 NEEDS = Requirements(IN_16_BITS, hopper=True, grouped=True)
 
 
-class HopperGroupedWeight:
+class HopperGroupedWeight(Solver[ConvWork, Share]):
     """bwd_weight on sm_90a of 3x3 kernels with stride 1 in 16-bit types, channels last, with 4, 8,
     16 or 32 channels per group on both sides."""
 
     name = "hopper_grouped_weight"
 
-    def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
-        """See `Family.why_not`. Splitting along N or a spatial dimension does not change the
-        answer."""
+    def solve(self, work: ConvWork, device: CudaDevice) -> Share | str:
+        """See `Solver.solve`. Splitting along N or a spatial dimension does not change whether
+        there is a share."""
         if (reason := NEEDS.why_not(work, device)) is not None:
             return reason
         if work.kernel != KERNEL or max(work.stride) > 1 or max(work.dilation) > 1:
@@ -96,17 +98,14 @@ class HopperGroupedWeight:
                 return reason
         if max(*work.input, *work.output, work.batch) > MAX_SIZE:
             return f"an extent is more than {MAX_SIZE}"
-        # The smallest share has the most slices.
-        counted = why_not_counted(_Boxes(work, _least(work)).slices)
-        if counted is not None:
-            return counted
-        refused = (one.why_not() for one in _maps(_Boxes(work, _least(work))))
-        return next((reason for reason in refused if reason is not None), None)
+        # The smallest boxes have the most slices.
+        boxes = _Boxes(work, Share(1, 2 * ROWS, COLUMNS, 1))
+        reasons = why_not_counted(boxes.slices), *(one.why_not() for one in _maps(boxes))
+        if (reason := next(filter(None, reasons), None)) is not None:
+            return reason
+        return min(shares_of(work, device), key=lambda one: _clocks(work, one, device))
 
-    def launches(self, work: ConvWork, device: CudaDevice, share: Share | None = None) -> Fragment:
-        """See `Family.launches`. ``share`` overrides the chosen share."""
-        if share is None:
-            share = min(shares_of(work, device), key=lambda one: _clocks(work, one, device))
+    def fragment(self, work: ConvWork, device: CudaDevice, share: Share) -> Fragment:
         boxes = _Boxes(work, share)
         args = _args(work, boxes, share.splits, device)
         x_map, y_map = _maps(boxes)
@@ -152,9 +151,9 @@ class _Boxes:
         # Past the last pixel of a row, products read the first pixels of the next row, which are
         # padding; past the last row, zeros that no copy overwrites.
         beyond = self.eights * COLUMNS + TAPS - 1 - self.x_extent[0]
-        self.y_at = _aligned(x_bytes + max(beyond, 0) * self.pixel_bytes)
+        self.y_at = round_up(x_bytes + max(beyond, 0) * self.pixel_bytes, ALIGNMENT)
         self.x_gap = self.y_at - x_bytes if beyond > 0 else 0
-        self.stage_bytes = self.y_at + _aligned(prod(self.y_extent) * self.pixel_bytes)
+        self.stage_bytes = self.y_at + round_up(prod(self.y_extent) * self.pixel_bytes, ALIGNMENT)
         self.row_tiles = ceil_div(work.input[1], share.rows)
         self.tiles = ceil_div(work.batch, share.images) * self.row_tiles * self.column_tiles
         self.slices = ceil_div(work.groups * work.in_channels, WIDTH)
@@ -191,11 +190,6 @@ class _Boxes:
         if self.pairs_rows:
             return ceil_div(rows, 2 * ROWS) * self.eights
         return ceil_div(rows, ROWS) * (self.eights // 2)
-
-
-def _least(work: ConvWork) -> Share:
-    """Return the share with the smallest boxes."""
-    return Share(1, 2 * ROWS, COLUMNS, 1)
 
 
 def shares_of(work: ConvWork, device: CudaDevice) -> Iterator[Share]:
@@ -298,10 +292,6 @@ def _maps(boxes: _Boxes) -> tuple[TiledMap, TiledMap]:
         TiledMap.of_images(work.x, channels, work.input[1:], work.batch, x_box, swizzle),
         TiledMap.of_images(work.y, channels, work.output[1:], work.batch, y_box, swizzle),
     )
-
-
-def _aligned(size: int) -> int:
-    return ceil_div(size, 512) * 512
 
 
 def _instance(dtype: DType, near: int) -> Instance:

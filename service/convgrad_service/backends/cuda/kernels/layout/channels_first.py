@@ -9,17 +9,17 @@ convolutions whose pixels are not whole chunks of channels.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Generic, TypeVar
 
 from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES, overlapping
+from convgrad_service.backends.cuda.kernels.layout.strided_copy import padding_copy
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.families import Family, Solver, Work, choose
 from convgrad_service.plans.cuda.program import (
     Fragment,
-    Instance,
     Launch,
     Step,
     Workspace,
@@ -95,13 +95,12 @@ class LastTensor:
         first, second = (self.last, self.given) if out else (self.given, self.last)
         order = self.outer, 3, 4, 5, 2
         strides = ([one.strides[axis] for axis in order] for one in (first, second))
-        axes = tuple(CopyAxis(*axis) for axis in zip(self.extents, *strides, strict=True))
-        if out or not self.last.padded:
-            return Copy(first.buffer, second.buffer, self.given.dtype, axes)
-        # A bound refers to two axes; the outer one here has extent 1.
-        padded = (CopyAxis(1, 0, 0), *axes[:-1], replace(axes[-1], extent=self.room))
-        bounds = ((0, len(axes), self.extents[-1]),)
-        return Copy(first.buffer, second.buffer, self.given.dtype, padded, bounds, pads=True)
+        *axes, last = (CopyAxis(*axis) for axis in zip(self.extents, *strides, strict=True))
+        if not out and self.last.padded:
+            last = replace(last, extent=self.room)
+        axes.append(last)
+        names = first.buffer, second.buffer
+        return padding_copy(*names, self.given.dtype, axes, len(axes) - 1, self.extents[-1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,10 +148,6 @@ class ThroughChannelsLast(Solver[W, LastWork[W]]):
             expected_s=inner.expected_s,
             order=inner.order,
         )
-
-    def instances(self) -> Iterable[Instance]:
-        """None of its own; see `Family.instances`."""
-        return ()
 
     @abstractmethod
     def _last(self, work: W) -> LastWork[W] | str:

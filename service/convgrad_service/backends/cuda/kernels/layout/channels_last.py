@@ -6,23 +6,20 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import gcd, prod
 
-from convgrad_service.backends.cuda.kernels.layout.strided_copy import StridedCopy
+from convgrad_service.backends.cuda.kernels.layout.strided_copy import (
+    StridedCopy,
+    padding_copy,
+)
 from convgrad_service.backends.cuda.kernels.layout.transpose import RowCopy, Transpose
 from convgrad_service.plans.cuda.device import OVERLAPPING, CudaDevice
 from convgrad_service.plans.cuda.families import choose
 from convgrad_service.plans.cuda.program import Launch, Step, Workspace, ceil_div
-from convgrad_service.plans.cuda.works import ConvWork, Copy, CopyAxis, Operand, contiguous_strides
+from convgrad_service.plans.cuda.works import ConvWork, CopyAxis, Operand, contiguous_strides
 from convgrad_service.problems.sizes import Size3
 
 __all__ = ["CHUNK_BYTES", "Prepared", "every_channel", "in_whole_chunks", "overlapping"]
-__all__ += ["padded_width", "why_not_contiguous_groups"]
-__all__ += [
-    "prepare_activation",
-    "prepare_out_channels",
-    "prepare_rows",
-    "prepare_side",
-    "prepare_weight",
-]
+__all__ += ["padded_width", "prepare_activation", "prepare_out_channels", "prepare_rows"]
+__all__ += ["prepare_side", "prepare_weight", "why_not_contiguous_groups"]
 
 CHUNK_BYTES = 16
 
@@ -183,12 +180,8 @@ def _prepare(
         CopyAxis(padded if axis == last else extents[axis], operand.strides[axis], strides[axis])
         for axis in order
     ]
-    bounds: tuple[tuple[int, int, int], ...] = ()
-    if padded != channels:
-        # A bound refers to two axes; the outer one here has extent 1.
-        axes = [CopyAxis(1, 0, 0), *axes]
-        bounds = ((0, 1 + order.index(last), channels),)
-    copy = Copy(operand.buffer, name, dtype, tuple(axes), bounds, bool(bounds), follows)
+    at = order.index(last)
+    copy = padding_copy(operand.buffer, name, dtype, axes, at, channels, follows)
     target = replace(
         operand,
         buffer=name,
@@ -231,12 +224,8 @@ def prepare_rows(work: ConvWork, device: CudaDevice, chunk: int = 1) -> Prepared
     )
     if rows:
         axes, bound = [*outer, CopyAxis(padded * channels, 1, 1)], width * channels
-    bounds: tuple[tuple[int, int, int], ...] = ()
-    if padded != width:
-        # A bound refers to two axes; the outer one here has extent 1.
-        axes, bounds = [CopyAxis(1, 0, 0), *axes], ((0, 4, bound),)
     name = f"{work.prefix}input_rows"
-    copy = Copy(x.buffer, name, x.dtype, tuple(axes), bounds, pads=bool(bounds))
+    copy = padding_copy(x.buffer, name, x.dtype, axes, 3, bound)
     return Prepared(
         replace(x, buffer=name, strides=(n, 0, c, d, h, w)),
         choose(COPIES, copy, device).fragment.steps,

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from math import prod
 
+from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.core.elements import linear_grid
 from convgrad_service.backends.cuda.structures import structure
@@ -13,7 +14,7 @@ from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch
 from convgrad_service.plans.cuda.works import Copy, CopyAxis
 
-__all__ = ["TYPES", "StridedCopy", "joined"]
+__all__ = ["TYPES", "StridedCopy", "joined", "padding_copy"]
 
 BLOCK, AXES, BOUNDS = 256, 8, 2
 # Elements of the last axis that a thread copies; it computes the other coordinates once.
@@ -69,6 +70,24 @@ class StridedCopy:
 
     def instances(self) -> Iterable[Instance]:
         return [_instance(itemsize) for itemsize in TYPES]
+
+
+def padding_copy(
+    source: str,
+    target: str,
+    dtype: DType,
+    axes: Sequence[CopyAxis],
+    axis: int,
+    limit: int,
+    follows: bool = True,
+) -> Copy:
+    """Return a copy of which one axis has ``limit`` elements in the source, and zeros after them in
+    the target if its extent is more."""
+    if axes[axis].extent == limit:
+        return Copy(source, target, dtype, tuple(axes), follows=follows)
+    # A bound refers to two axes; the outer one here has extent 1.
+    bounds = ((0, 1 + axis, limit),)
+    return Copy(source, target, dtype, (CopyAxis(1, 0, 0), *axes), bounds, True, follows)
 
 
 def joined(axes: Sequence[CopyAxis]) -> list[CopyAxis]:

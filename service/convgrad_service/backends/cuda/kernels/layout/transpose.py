@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import product, starmap
 from math import gcd, prod
 from typing import Any
 
 from convgrad_service.backends.cuda.arguments import pack
-from convgrad_service.backends.cuda.kernels.core.elements import MAX_BLOCKS, linear_grid
+from convgrad_service.backends.cuda.kernels.core.elements import linear_grid
 from convgrad_service.backends.cuda.kernels.core.gather_axes import divider
 from convgrad_service.backends.cuda.kernels.layout.strided_copy import TYPES, joined
 from convgrad_service.backends.cuda.structures import structure
@@ -52,10 +53,8 @@ class _Box:
 
     def inner(self, source: bool) -> int | None:
         """Return the index of the contiguous axis of the source, or of the target."""
-        for index, axis in enumerate(self.axes):
-            if (axis.source if source else axis.target) == 1:
-                return index
-        return None
+        steps = [axis.source if source else axis.target for axis in self.axes]
+        return steps.index(1) if 1 in steps else None
 
 
 def _box(work: Copy) -> _Box | str:
@@ -96,8 +95,6 @@ class Transpose(Solver[Copy, tuple[_Box, int, int]]):
         short = 0 if _kind(box, x, y) == self.name else 1
         if sorted(extents)[short] < LEAST_EXTENT:
             return f"inner axes of {extents[0]} and {extents[1]}; expected {LEAST_EXTENT} or more"
-        if _tiles(work, box, x, y) > MAX_BLOCKS:
-            return "more tiles than a grid can have"
         return box, x, y
 
     def fragment(self, work: Copy, device: CudaDevice, config: tuple[_Box, int, int]) -> Fragment:
@@ -124,8 +121,6 @@ class Transpose(Solver[Copy, tuple[_Box, int, int]]):
         args.source_chunk, args.target_chunk = (
             0 if gcd(*each) % chunk else CHUNK_BYTES for each in (sources, targets)
         )
-        short, long = (x_axis, y_axis) if name == PLANES else (y_axis, x_axis)
-        args.rows = _rows(short, long.extent, itemsize) if name != self.name else 0
         if joined is not None:
             above = box.axes[joined]
             outer.remove(above)
@@ -137,19 +132,22 @@ class Transpose(Solver[Copy, tuple[_Box, int, int]]):
         if name == self.name:
             aligned = bool(args.source_chunk), bool(args.target_chunk)
             instance = _tile_instance(itemsize, *aligned, 1 if joined is None else 2)
+            ends = y_axis.extent, x_axis.target, *(axis.target for axis in outer), work.target_start
+            lead = SECTOR_BYTES // itemsize if gcd(*ends) % chunk else 0
+            across = ceil_div(x_axis.extent, TILE_X[itemsize])
+            tiles = across * ceil_div(args.y_extent + lead, TILE_Y)
         else:
             instance = _instance(name, itemsize)
-        return _fragment(work, args, instance, (_tiles(work, box, x, y), 1, 1))
+            short, long = (x_axis, y_axis) if name == PLANES else (y_axis, x_axis)
+            args.rows = _rows(short, long.extent, itemsize)
+            tiles = ceil_div(long.extent, args.rows)
+        grid = tiles * prod(axis.extent for axis in outer), 1, 1
+        return _fragment(work, args, instance, grid)
 
     def instances(self) -> Iterable[Instance]:
         return [
             *(_instance(name, size) for name in (PLANES, RUNS) for size in TYPES),
-            *(
-                _tile_instance(size, source, target)
-                for size in TYPES
-                for source in (True, False)
-                for target in (True, False)
-            ),
+            *starmap(_tile_instance, product(TYPES, (True, False), (True, False))),
             *(_tile_instance(size, True, True, 2) for size in TYPES),
         ]
 
@@ -177,9 +175,6 @@ class RowCopy(Solver[Copy, tuple[_Box, CopyAxis]]):
             return f"the target's rows are not whole chunks of {CHUNK_BYTES} bytes"
         if len(box.axes) - 1 > ROW_AXES:
             return f"{len(box.axes)} axes are more than {ROW_AXES + 1}"
-        blocks = linear_grid(prod(axis.extent for axis in box.axes) // chunk, BLOCK)[0]
-        if blocks > MAX_BLOCKS:
-            return f"{blocks} blocks are more than one grid holds"
         return box, row
 
     def fragment(self, work: Copy, device: CudaDevice, config: tuple[_Box, CopyAxis]) -> Fragment:
@@ -211,23 +206,18 @@ class RowPack(Solver[Copy, _Box]):
         rows, row = box.axes
         if (row.source, row.target) != (1, 1) or rows.target != row.extent:
             return "the target has gaps between rows, or either side within them"
-        if linear_grid(self._chunks(work, box), BLOCK)[0] > MAX_BLOCKS:
-            return "more chunks than a grid can have"
         return box
 
     def fragment(self, work: Copy, device: CudaDevice, box: _Box) -> Fragment:
         rows, row = box.axes
         args = RowPackArgs()
         args.elements, args.width, args.pitch = rows.extent * row.extent, row.extent, rows.source
+        chunks = ceil_div(args.elements * work.dtype.itemsize, CHUNK_BYTES)
         instance = _instance(self.name, work.dtype.itemsize)
-        return _fragment(work, args, instance, linear_grid(self._chunks(work, box), BLOCK))
+        return _fragment(work, args, instance, linear_grid(chunks, BLOCK))
 
     def instances(self) -> Iterable[Instance]:
         return [_instance(self.name, itemsize) for itemsize in TYPES]
-
-    @staticmethod
-    def _chunks(work: Copy, box: _Box) -> int:
-        return ceil_div(prod(axis.extent for axis in box.axes) * work.dtype.itemsize, CHUNK_BYTES)
 
 
 def _fragment(work: Copy, args: Any, instance: Instance, grid: tuple[int, int, int]) -> Fragment:
@@ -267,14 +257,8 @@ def _outer_y(work: Copy, box: _Box, x: int, y: int) -> int | None:
     )
     if any(value % chunk for value in (*sides, box.axes[x].extent, work.target_start)):
         return None
-    return next(
-        (
-            index
-            for index, axis in enumerate(box.axes)
-            if index != x and axis.target == short.extent
-        ),
-        None,
-    )
+    targets = [0 if index == x else axis.target for index, axis in enumerate(box.axes)]
+    return targets.index(short.extent) if short.extent in targets else None
 
 
 def _rows(short: CopyAxis, count: int, itemsize: int) -> int:
@@ -282,25 +266,6 @@ def _rows(short: CopyAxis, count: int, itemsize: int) -> int:
     chunk = CHUNK_BYTES // itemsize
     most = PLANES_BYTES // itemsize // short.extent // chunk * chunk
     return ceil_div(ceil_div(count, ceil_div(count, most)), chunk) * chunk
-
-
-def _tiles(work: Copy, box: _Box, x: int, y: int) -> int:
-    itemsize = work.dtype.itemsize
-    x_axis, y_axis = box.axes[x], box.axes[y]
-    joined = _outer_y(work, box, x, y)
-    outer = [axis for index, axis in enumerate(box.axes) if index not in (x, y, joined)]
-    kind = _kind(box, x, y)
-    if kind == PLANES:
-        inner = ceil_div(y_axis.extent, _rows(x_axis, y_axis.extent, itemsize))
-    elif kind == RUNS:
-        inner = ceil_div(x_axis.extent, _rows(y_axis, x_axis.extent, itemsize))
-    else:
-        targets = y_axis.extent, x_axis.target, *(axis.target for axis in outer), work.target_start
-        lead = SECTOR_BYTES // itemsize if gcd(*targets) * itemsize % CHUNK_BYTES else 0
-        extent = y_axis.extent * (1 if joined is None else box.axes[joined].extent)
-        tiles_y = ceil_div(extent + lead, TILE_Y)
-        inner = ceil_div(x_axis.extent, TILE_X[itemsize]) * tiles_y
-    return inner * prod(axis.extent for axis in outer)
 
 
 def _tile_instance(itemsize: int, source: bool, target: bool, y_axes: int = 1) -> Instance:

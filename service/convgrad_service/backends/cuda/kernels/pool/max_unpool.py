@@ -8,19 +8,20 @@ from typing import Any
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
-from convgrad_service.backends.cuda.kernels.core.elements import MAX_BLOCKS, linear_grid
+from convgrad_service.backends.cuda.kernels.core.elements import linear_grid
+from convgrad_service.backends.cuda.kernels.core.gather_axes import divider
 from convgrad_service.backends.cuda.kernels.pool.window_form import (
     LARGEST,
     MOVED,
     FromIndices,
     WindowForm,
-    divider_of,
 )
 from convgrad_service.backends.cuda.kernels.pool.window_routes import WindowRoutes
 from convgrad_service.backends.cuda.kernels.pool.window_scatter import WindowScatter
 from convgrad_service.backends.cuda.kernels.pool.window_tiles import WindowTiles
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice
+from convgrad_service.plans.cuda.families import Solver, choose
 from convgrad_service.plans.cuda.program import (
     Check,
     Clear,
@@ -49,33 +50,33 @@ MOVES: tuple[FromIndices[Any], ...] = (
 UnpoolArgs: Any = structure("pool/max_unpool.cu", "UnpoolArgs")
 
 
-class MaxUnpool:
+class MaxUnpool(Solver[UnpoolWork, Any]):
     """Max unpooling, forward and backward, of images with 32-bit offsets."""
 
     name = "max_unpool"
 
-    def why_not(self, work: UnpoolWork, device: CudaDevice) -> str | None:
+    def solve(self, work: UnpoolWork, device: CudaDevice) -> Any:
+        """Return the kernel's arguments, or why there are none."""
         inner = work.channels if work.channels_last else 1
         if max(prod(work.size), prod(work.plane)) * inner > LARGEST - 2**16:
             return f"an image, or a plane, of more than {LARGEST - 2**16} elements"
-        if ceil_div(32 * work.batch * work.channels, SCATTER_BLOCK) > MAX_BLOCKS:
-            return "more blocks than a grid can have"
-        return None if work.windows is None else WindowForm.of(_by_windows(work)).why_not()
+        reason = None if work.windows is None else WindowForm.of(_by_windows(work)).why_not()
+        return reason or _args(work)
 
-    def launches(self, work: UnpoolWork, device: CudaDevice) -> Fragment:
+    def fragment(self, work: UnpoolWork, device: CudaDevice, args: Any) -> Fragment:
         bad = f"{work.prefix}bad_index"
-        args = _args(work)
         steps: list[Step] = [Clear(bad, 16)]
         if work.kind == "gather":
-            a_block = GATHER_BLOCK * AT_ONCE
+            block, a_block = GATHER_BLOCK, GATHER_BLOCK * AT_ONCE
             grid = ceil_div(args.elements, a_block), ceil_div(args.batch, args.chunk), 1
-            steps.append(_launch(work, args, grid, GATHER_BLOCK, bad))
         else:
             if work.windows is not None:
-                steps.append(_moves(_by_windows(work), device, bad))
+                steps += choose(MOVES, _by_windows(work), device).fragment.steps
             threads = args.batch * args.inner * (1 if work.channels_last else 32)
-            grid = linear_grid(threads, SCATTER_BLOCK)
-            steps.append(_launch(work, args, grid, SCATTER_BLOCK, bad))
+            block, grid = SCATTER_BLOCK, linear_grid(threads, SCATTER_BLOCK)
+        instance = _instance(work.kind, work.dtype, work.channels_last)
+        packed = pack(args, x=work.x, y=work.y, indices=work.indices, bad=bad)
+        steps.append(Launch(instance, grid, (block, 1, 1), packed))
         workspace, check = Workspace(bad, 16), Check(bad, BAD_INDEX)
         return Fragment(f"{self.name}_{work.kind}", tuple(steps), (workspace,), (check,))
 
@@ -84,20 +85,10 @@ class MaxUnpool:
             *(instance for family in MOVES for instance in family.instances()),
             *(
                 _instance(kind, dtype, last)
-                for kind in ("scatter", "gather")
+                for kind, last in (("scatter", False), ("scatter", True), ("gather", False))
                 for dtype in MOVED.values()
-                for last in ((False, True) if kind == "scatter" else (False,))
             ),
         ]
-
-
-def _moves(work: WindowWork, device: CudaDevice, bad: str) -> Launch:
-    """Return the launch of the first of `MOVES` that takes the work."""
-    for family in MOVES:
-        config = family.solve(work, device)
-        if not isinstance(config, str):
-            return family.launch(work, device, config, bad)
-    raise ValueError("windows that why_not refuses")
 
 
 def _by_windows(work: UnpoolWork) -> WindowWork:
@@ -115,6 +106,8 @@ def _by_windows(work: UnpoolWork) -> WindowWork:
         indices=work.indices,
         index_dtype=work.index_dtype,
         counted=windows,
+        checked=True,
+        prefix=work.prefix,
     )
 
 
@@ -128,16 +121,8 @@ def _args(work: UnpoolWork) -> Any:
     each = args.size * args.inner
     args.chunk = max(1, min(args.batch, (LARGEST - 2**16) // each))
     args.elements = args.chunk * each
-    args.by_size, args.by_inner = divider_of(each), divider_of(args.inner)
+    args.by_size, args.by_inner = divider(each), divider(args.inner)
     return args
-
-
-def _launch(
-    work: UnpoolWork, args: Any, grid: tuple[int, int, int], block: int, bad: str
-) -> Launch:
-    instance = _instance(work.kind, work.dtype, work.channels_last)
-    packed = pack(args, x=work.x, y=work.y, indices=work.indices, bad=bad)
-    return Launch(instance, grid, (block, 1, 1), packed)
 
 
 def _instance(kind: str, dtype: DType, last: bool) -> Instance:

@@ -10,7 +10,7 @@ from typing import Any
 
 from convgrad.dtypes import FLOATING, DType
 from convgrad_service.backends.cuda.arguments import pack
-from convgrad_service.backends.cuda.kernels.core.elements import MAX_BLOCKS, linear_grid
+from convgrad_service.backends.cuda.kernels.core.elements import linear_grid
 from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES
 from convgrad_service.backends.cuda.kernels.pool.window_form import SMALL, widths
 from convgrad_service.backends.cuda.structures import structure
@@ -109,12 +109,8 @@ class PoolCells(Solver[PoolWork, _Shape]):
             return "a piece of a larger problem"
         if image_elements(work) >= 2**31:
             return "an image of more than 2^31 elements"
-        shape = _Shape.of(work)
-        if shape is None:
-            return "channels first, other than adjacent windows of two positions in rows of vectors"
-        if ceil_div(shape.threads(work), BLOCK) > MAX_BLOCKS:
-            return "more blocks than a grid can have"
-        return shape
+        other = "channels first, other than adjacent windows of two positions in rows of vectors"
+        return _Shape.of(work) or other
 
     def fragment(self, work: PoolWork, device: CudaDevice, shape: _Shape) -> Fragment:
         args = CellArgs()

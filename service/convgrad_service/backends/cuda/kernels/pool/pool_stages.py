@@ -14,7 +14,7 @@ from math import prod
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.pool.window_form import LARGEST, widths
 from convgrad_service.plans.cuda.device import CudaDevice, sum_dtype
-from convgrad_service.plans.cuda.families import Family, choose
+from convgrad_service.plans.cuda.families import Chosen, Family, Solver, choose
 from convgrad_service.plans.cuda.pooling import sliding_windows
 from convgrad_service.plans.cuda.program import Fragment, Instance, Workspace
 from convgrad_service.plans.cuda.works import PoolWork, WindowWork
@@ -81,7 +81,7 @@ def _stages(
     return apart if len(apart) > 1 and pays else [whole]
 
 
-class MaximaByAxes:
+class MaximaByAxes(Solver[WindowWork, list[_Stage]]):
     """Maxima over windows of many positions along several axes, an axis after another."""
 
     name = "maxima_by_axes"
@@ -89,35 +89,30 @@ class MaximaByAxes:
     def __init__(self, maxima: Sequence[Family[WindowWork]]) -> None:
         self._maxima = maxima
 
-    def why_not(self, work: WindowWork, device: CudaDevice) -> str | None:
+    def solve(self, work: WindowWork, device: CudaDevice) -> list[_Stage] | str:
         if work.kind != "maxima":
             return "no maxima"
         if any(axis.unit != 1 for axis in work.windows):
             return "windows that do not slide by whole positions"
-        if len(self._stages(work, device)) == 1:
+        stages = self._stages(work, device)
+        if len(stages) == 1:
             return "small windows"
         if prod(axis.input for axis in work.windows) > LARGEST:
             return "positions of more than 32 bits"
-        return None
+        return stages
 
-    def launches(self, work: WindowWork, device: CudaDevice) -> Fragment:
-        found = [_maxima_of(work, stage) for stage in self._stages(work, device)]
-        chain = _Chain(work.prefix)
-        for index, stage in enumerate(found[:-1]):
-            elements = stage.batch * stage.channels * prod(axis.output for axis in stage.windows)
-            values = chain.workspace(f"values{index}", elements, work.dtype)
+    def fragment(self, work: WindowWork, device: CudaDevice, stages: list[_Stage]) -> Fragment:
+        found = [_maxima_of(work, stage) for stage in stages]
+        buffers = _Buffers(work)
+        for index, stage in enumerate(stages[:-1]):
+            values = buffers.add(f"values{index}", stage.outputs, work.dtype)
             places = None
             if work.indices is not None:
-                places = chain.workspace(f"places{index}", elements, DType.INT32)
+                places = buffers.add(f"places{index}", stage.outputs, DType.INT32)
             found[index] = replace(found[index], y=values, indices=places, index_dtype=DType.INT32)
             found[index + 1] = replace(found[index + 1], x=values, carried=places)
-        for stage in found:
-            chain.add(self._maxima, stage, device)
-        return chain.fragment(self.name)
-
-    def instances(self) -> Iterable[Instance]:
-        """None of its own; see `Family.instances`."""
-        return ()
+        chosen = [choose(self._maxima, stage, device) for stage in found]
+        return buffers.fragment(self.name, chosen)
 
     def _stages(self, work: WindowWork, device: CudaDevice) -> list[_Stage]:
         outputs = prod(axis.output for axis in work.windows)
@@ -146,27 +141,25 @@ class PoolThroughIndices:
         return None
 
     def launches(self, work: PoolWork, device: CudaDevice) -> Fragment:
-        found, chain = self._works(work)
-        for stage in found:
-            chain.add(self._maxima, stage, device)
+        found, buffers = self._works(work)
+        chosen = [choose(self._maxima, stage, device) for stage in found]
         gradient, dtype = work.y.buffer, work.dtype
         for index, stage in reversed(list(enumerate(found))):
             routes = replace(_routes_of(stage), x=gradient, x_dtype=dtype, y=work.x.buffer)
             if index:
-                elements = work.batch * work.channels * prod(axis.input for axis in stage.windows)
                 dtype = sum_dtype(work.dtype)
-                gradient = chain.workspace(f"gradient{index}", elements, dtype)
+                positions = prod(axis.input for axis in stage.windows)
+                gradient = buffers.add(f"gradient{index}", positions, dtype)
                 routes = replace(routes, y=gradient, dtype=dtype)
-            chain.add(self._routes, routes, device)
-        return chain.fragment(self.name)
+            chosen.append(choose(self._routes, routes, device))
+        return buffers.fragment(self.name, chosen)
 
     def instances(self) -> Iterable[Instance]:
         """None of its own; see `Family.instances`."""
         return ()
 
-    def _works(self, work: PoolWork) -> tuple[list[WindowWork], _Chain]:
+    def _works(self, work: PoolWork) -> tuple[list[WindowWork], _Buffers]:
         """Return the stages' maxima, and the workspace between them."""
-        chain = _Chain(work.prefix)
         whole = WindowWork(
             kind="maxima",
             batch=work.batch,
@@ -180,22 +173,22 @@ class PoolThroughIndices:
             prefix=work.prefix,
         )
         found: list[WindowWork] = []
+        buffers = _Buffers(whole)
         a_pass = GRADIENT_PASS[whole.channels_last]
         stages = _stages(whole.windows, whole.dilation, a_pass)
         values = whole.x
         for index, stage in enumerate(stages):
-            elements = whole.batch * whole.channels * stage.outputs
             narrow = prod(axis.input for axis in stage.windows) <= LARGEST
             index_dtype = DType.INT32 if narrow else DType.INT64
-            indices = chain.workspace(f"indices{index}", elements, index_dtype)
+            indices = buffers.add(f"indices{index}", stage.outputs, index_dtype)
             part = replace(
                 _maxima_of(whole, stage), x=values, indices=indices, index_dtype=index_dtype
             )
             if index + 1 < len(stages):
-                values = chain.workspace(f"values{index}", elements, whole.dtype)
+                values = buffers.add(f"values{index}", stage.outputs, whole.dtype)
                 part = replace(part, y=values)
             found.append(part)
-        return found, chain
+        return found, buffers
 
 
 def _maxima_of(work: WindowWork, stage: _Stage) -> WindowWork:
@@ -212,24 +205,21 @@ def _routes_of(maxima: WindowWork) -> WindowWork:
     )
 
 
-class _Chain:
-    """Launches that follow each other, and their workspace."""
+class _Buffers:
+    """The workspace between the pieces of a work, as many positions for each of its planes."""
 
-    def __init__(self, prefix: str) -> None:
-        self._prefix = prefix
-        self._fragments: list[Fragment] = []
+    def __init__(self, work: WindowWork) -> None:
+        self._prefix, self._planes = work.prefix, work.batch * work.channels
         self._workspace: list[Workspace] = []
 
-    def workspace(self, name: str, elements: int, dtype: DType) -> str:
-        self._workspace.append(Workspace(f"{self._prefix}{name}", elements * dtype.itemsize))
+    def add(self, name: str, positions: int, dtype: DType) -> str:
+        size_bytes = self._planes * positions * dtype.itemsize
+        self._workspace.append(Workspace(f"{self._prefix}{name}", size_bytes))
         return self._workspace[-1].name
 
-    def add(
-        self, families: Sequence[Family[WindowWork]], work: WindowWork, device: CudaDevice
-    ) -> None:
-        self._fragments.append(choose(families, work, device).fragment)
-
-    def fragment(self, name: str) -> Fragment:
-        steps = tuple(step for one in self._fragments for step in one.steps)
-        workspace = (space for one in self._fragments for space in one.workspace)
+    def fragment(self, name: str, chosen: Sequence[Chosen]) -> Fragment:
+        """Return the launches of all pieces, one after another."""
+        fragments = [one.fragment for one in chosen]
+        steps = tuple(step for one in fragments for step in one.steps)
+        workspace = (space for one in fragments for space in one.workspace)
         return Fragment(name, steps, (*self._workspace, *workspace))

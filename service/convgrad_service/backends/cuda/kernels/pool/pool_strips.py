@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
-from convgrad_service.backends.cuda.kernels.core.elements import MAX_BLOCKS, linear_grid
+from convgrad_service.backends.cuda.kernels.core.elements import linear_grid
 from convgrad_service.backends.cuda.kernels.core.limits import DTYPES
 from convgrad_service.backends.cuda.kernels.pool.pool_cells import fill_strides, image_elements
 from convgrad_service.backends.cuda.structures import structure
@@ -21,7 +21,7 @@ from convgrad_service.plans.cuda.families import Solver
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div, macros_of
 from convgrad_service.plans.cuda.works import PoolWork
 
-__all__ = ["DTYPES", "PoolStrips"]
+__all__ = ["PoolStrips"]
 
 BLOCK, LANES = 128, 32
 # Planes of a block, and devices before whose capability keys of 16 bits are compared one by one,
@@ -109,36 +109,32 @@ class PoolStrips(Solver[PoolWork, Shape]):
         if image_elements(work) * work.dtype.itemsize >= 2**31:
             return "an image of more than 2^31 bytes"
         if shape.depth > 1:
-            if _centre(work) < 0:
+            strips = _Strips(work, shape)
+            if strips.centre < 0:
                 return "windows centred before the first plane"
-            if _words(work) < LANES // 2:
+            if strips.words < LANES // 2:
                 return f"{work.channels} channels fill less than half of a warp"
         elif work.stride[0] != 1 or work.pad[0] != 0 or work.input[0] != work.output[0]:
             return "padding or a stride along D"
-        reason = device.why_not_shared(shape.shared_bytes())
-        if reason is not None:
-            return reason
-        if _grid(work, shape, device)[0] > MAX_BLOCKS:
-            return "more blocks than a grid can have"
-        return shape
+        return device.why_not_shared(shape.shared_bytes()) or shape
 
     def fragment(self, work: PoolWork, device: CudaDevice, shape: Shape) -> Fragment:
+        strips, strip = _Strips(work, shape), _strip(work, shape, device)
         args = StripArgs()
         fill_strides(args, work, 3)
-        args.words, args.groups = _words(work), ceil_div(_words(work), LANES)
+        args.words, args.groups = strips.words, ceil_div(strips.words, LANES)
         args.x_size[:], args.y_size[:], args.pad[:] = work.input, work.output, work.pad[1:]
-        args.planes, args.halo = _planes(work)
-        args.plane_step, args.centre = work.stride[0], _centre(work)
-        args.stacks = ceil_div(_extent(work), args.planes)
-        args.tiles = ceil_div(work.input[1], shape.rows)
-        args.strip = _strip(work, shape, device)
-        args.strips = ceil_div(work.input[2], args.strip)
-        args.threads = _lines(work, shape) * args.strips
-        warps = args.planes + 2 * args.halo
+        args.planes, args.halo = strips.planes, strips.halo
+        args.plane_step, args.centre = work.stride[0], strips.centre
+        args.stacks, args.tiles = strips.stacks, strips.tiles
+        args.strip, args.strips = strip, ceil_div(work.input[2], strip)
+        args.threads = strips.lines * args.strips
+        warps = strips.planes + 2 * strips.halo
+        flat = shape.depth == 1
         launch = Launch(
             shape.instance(work.dtype, _channels_per_word(work)),
-            _grid(work, shape, device),
-            (BLOCK if shape.depth == 1 else LANES * warps, 1, 1),
+            linear_grid(args.threads, BLOCK) if flat else (args.threads, 1, 1),
+            (BLOCK if flat else LANES * warps, 1, 1),
             pack(args, x=work.source, grad=work.y, grad_x=work.x),
             shape.shared_bytes(warps),
         )
@@ -182,42 +178,38 @@ def _older(shape: Shape) -> Shape:
     return replace(shape, rows=OLDER_ROWS) if shape.depth > 1 else shape
 
 
-def _words(work: PoolWork) -> int:
-    return work.channels // _channels_per_word(work)
+class _Strips:
+    """How a work is divided among threads.
 
+    Attributes
+    ----------
+    centre
+        The middle plane of the first window along D.
+    planes, halo
+        The planes that a block owns, and those of halo on each side: none if all fit.
+    lines
+        The threads of one strip, of blocks' own planes.
+    """
 
-def _centre(work: PoolWork) -> int:
-    """Return the middle plane of the first window along D."""
-    return (work.kernel[0] - 1) // 2 - work.pad[0]
-
-
-def _extent(work: PoolWork) -> int:
-    """Return the planes of the input, and after it to the last middle one of a window."""
-    return max(work.input[0], _centre(work) + (work.output[0] - 1) * work.stride[0] + 1)
-
-
-def _planes(work: PoolWork) -> tuple[int, int]:
-    """Return the planes that a block owns, and those of halo on each side: none if all fit."""
-    if work.kernel[0] == 1:
-        return 1, 0
-    if _extent(work) <= MOST_PLANES:
-        return _extent(work), 0
-    halo = work.kernel[0] - 1
-    return MOST_PLANES - 2 * halo, halo
-
-
-def _lines(work: PoolWork, shape: Shape) -> int:
-    """Return the threads of one strip, of blocks' own planes."""
-    tiles = ceil_div(work.input[1], shape.rows)
-    if shape.depth == 1:
-        return work.batch * work.input[0] * tiles * _words(work)
-    stacks = ceil_div(_extent(work), _planes(work)[0])
-    return work.batch * stacks * ceil_div(_words(work), LANES) * tiles
-
-
-def _grid(work: PoolWork, shape: Shape, device: CudaDevice) -> tuple[int, int, int]:
-    lines = _lines(work, shape) * ceil_div(work.input[2], _strip(work, shape, device))
-    return linear_grid(lines, BLOCK) if shape.depth == 1 else (lines, 1, 1)
+    def __init__(self, work: PoolWork, shape: Shape) -> None:
+        depth = work.kernel[0]
+        self.words = work.channels // _channels_per_word(work)
+        self.centre = (depth - 1) // 2 - work.pad[0]
+        # Planes of the input, and after it to the last middle one of a window.
+        extent = max(work.input[0], self.centre + (work.output[0] - 1) * work.stride[0] + 1)
+        self.planes, self.halo = extent, 0
+        if depth == 1:
+            self.planes = 1
+        elif extent > MOST_PLANES:
+            self.halo = depth - 1
+            self.planes = MOST_PLANES - 2 * self.halo
+        self.stacks = ceil_div(extent, self.planes)
+        self.tiles = ceil_div(work.input[1], shape.rows)
+        self.lines = work.batch * self.tiles
+        if shape.depth == 1:
+            self.lines *= work.input[0] * self.words
+        else:
+            self.lines *= self.stacks * ceil_div(self.words, LANES)
 
 
 def _strip(work: PoolWork, shape: Shape, device: CudaDevice) -> int:
@@ -226,7 +218,7 @@ def _strip(work: PoolWork, shape: Shape, device: CudaDevice) -> int:
     Few fill the last wave of blocks; many share fewer columns with the next strip.
     """
     together = device.multiprocessors * shape.blocks * (BLOCK if shape.depth == 1 else 1)
-    lines, width = _lines(work, shape), work.input[2]
+    lines, width = _Strips(work, shape).lines, work.input[2]
     # Columns that two strips read, and a strip's fixed cost, in columns.
     fixed = 2 * (shape.kernel - shape.stride) + (4 if shape.depth == 1 else 2)
 

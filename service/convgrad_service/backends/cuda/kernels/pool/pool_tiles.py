@@ -9,9 +9,8 @@ from math import prod
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
-from convgrad_service.backends.cuda.kernels.core.elements import MAX_BLOCKS
+from convgrad_service.backends.cuda.kernels.core.limits import DTYPES
 from convgrad_service.backends.cuda.kernels.pool.pool_cells import fill_strides, image_elements
-from convgrad_service.backends.cuda.kernels.pool.pool_strips import DTYPES
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice, with_shared_bytes
 from convgrad_service.plans.cuda.families import Solver
@@ -114,10 +113,7 @@ class PoolTiles(Solver[PoolWork, Shape]):
             return f"the channels are not a multiple of {shape.per * shape.words}"
         if image_elements(work) * work.dtype.itemsize >= 2**31:
             return "an image of more than 2^31 bytes"
-        reason = device.why_not_shared(shape.shared_bytes)
-        if reason is not None:
-            return reason
-        return "more blocks than a grid can have" if shape.grid(work) > MAX_BLOCKS else shape
+        return shape
 
     def fragment(self, work: PoolWork, device: CudaDevice, shape: Shape) -> Fragment:
         args = TileArgs()

@@ -6,13 +6,12 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, NamedTuple
 
-from convgrad_service.backends.cuda.kernels.core.elements import MAX_BLOCKS
+from convgrad_service.backends.cuda.kernels.core.gather_axes import divider
 from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES
 from convgrad_service.backends.cuda.kernels.pool.window_form import (
     SMALL,
     WindowForm,
     covered,
-    divider_of,
     most_positions,
     window_args,
 )
@@ -21,7 +20,7 @@ from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import ceil_div
 from convgrad_service.plans.cuda.works import WindowWork
 
-__all__ = ["ANY", "BOX_BLOCK", "MOST_BYTES", "SHAPES", "Tile", "from_lines", "shape_of", "tiled"]
+__all__ = ["ANY", "BOX_BLOCK", "SHAPES", "Tile", "from_lines", "shape_of", "tiled"]
 
 BOX_BLOCK = 256
 # Shared memory of a block: several fit on a multiprocessor.
@@ -165,10 +164,10 @@ class Tile:
         args.y_at, args.places_at, args.ranges_at, args.weights_at, _ = places
         args.staged = self.staged(work, form)
         runs = self.size[0], ceil_div(self.size[1], args.run), self.size[2]
-        args.by_columns, args.by_slices = divider_of(self.size[2]), divider_of(self.box[0])
-        args.by_line_runs = divider_of(ceil_div(self.box[1], LINE_RUN))
-        for dividers, divisors in ((args.by_tile, runs), (args.by_tiles, args.tiles)):
-            dividers[:] = [divider_of(divisor) for divisor in divisors]
+        args.by_columns, args.by_slices = divider(self.size[2]), divider(self.box[0])
+        args.by_line_runs = divider(ceil_div(self.box[1], LINE_RUN))
+        args.by_tile[:] = [divider(count) for count in runs]
+        args.by_tiles[:] = [divider(count) for count in args.tiles]
         return args
 
     def tiles(self, form: WindowForm) -> list[int]:
@@ -189,8 +188,6 @@ def tiled(work: WindowWork, form: WindowForm, device: CudaDevice) -> Tile | str:
     tile = Tile.of(work, form, device)
     if tile is None:
         return f"windows too large for {device.shared_bytes_per_block} bytes of shared memory"
-    if tile.blocks(form) > MAX_BLOCKS:
-        return "more blocks than a grid can have"
     return form.why_not() or tile
 
 

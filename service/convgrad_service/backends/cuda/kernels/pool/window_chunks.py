@@ -9,13 +9,13 @@ from typing import Any
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
+from convgrad_service.backends.cuda.kernels.core.gather_axes import divider
 from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES
 from convgrad_service.backends.cuda.kernels.pool.window_form import (
     LARGEST,
     SMALL,
     FromIndices,
     WindowForm,
-    divider_of,
 )
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice
@@ -145,7 +145,7 @@ def _arguments(work: WindowWork, form: WindowForm, planes: int, each: int) -> An
     args.elements, args.columns, args.plane = planes * plane, columns, plane
     args.tile, args.halo = _tile(work, each), _halo(work, form)
     args.divisor, args.reciprocal = form.divisor, 1.0 / form.divisor
-    args.by_columns, args.by_plane = divider_of(columns), divider_of(plane)
+    args.by_columns, args.by_plane = divider(columns), divider(plane)
     return args
 
 

@@ -9,7 +9,6 @@ from math import prod
 from typing import Any, TypeVar
 
 from convgrad.dtypes import DType
-from convgrad_service.backends.cuda.kernels.core.elements import MAX_BLOCKS
 from convgrad_service.backends.cuda.kernels.core.gather_axes import divider
 from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES
 from convgrad_service.backends.cuda.structures import structure
@@ -19,19 +18,8 @@ from convgrad_service.plans.cuda.program import Check, Clear, Fragment, Launch, 
 from convgrad_service.plans.cuda.works import WindowWork
 from convgrad_service.problems.windows import WindowAxis
 
-__all__ = [
-    "MIXED",
-    "MOVED",
-    "SMALL",
-    "FromIndices",
-    "WindowForm",
-    "covered",
-    "divider_of",
-    "most_positions",
-    "widths",
-    "window_args",
-]
-__all__ += ["range_of", "window_grid"]
+__all__ = ["MIXED", "MOVED", "SMALL", "FromIndices", "WindowForm", "covered", "most_positions"]
+__all__ += ["widths", "window_args", "window_grid"]
 
 Axes = tuple[WindowAxis, ...]
 C = TypeVar("C")
@@ -53,21 +41,15 @@ MIXED = tuple(
 ONE = WindowAxis.sliding(1, 1, 1, 1, 0)
 
 
-Divider: Any = structure("core/divider.cuh", "Divider")
 WindowRange: Any = structure("pool/windows.cuh", "WindowRange")
 WindowArgs: Any = structure("pool/windows.cuh", "WindowArgs")
-
-
-def divider_of(by: int) -> Any:
-    """Return the kernels' form of a divisor."""
-    return Divider(*divider(by))
 
 
 def range_of(axis: WindowAxis) -> Any:
     """Return the kernels' form of the windows along an axis."""
     unit = axis.unit
     whole, step = divmod(axis.step, unit)
-    found = WindowRange(whole, step, axis.first, axis.last, axis.low, axis.high, divider_of(unit))
+    found = WindowRange(whole, step, axis.first, axis.last, axis.low, axis.high, divider(unit))
     if axis.output * step + max(abs(axis.first), abs(axis.last)) > LARGEST:
         # Like a Divider, in 64 bits.
         log = (unit - 1).bit_length()
@@ -234,14 +216,13 @@ def window_args(form: WindowForm, width: int, items: Sequence[int]) -> Any:
     Threads have ``width`` elements along ``inner``; there are ``items`` of them along y's axes.
     """
     args = WindowArgs()
-    for i in range(3):
-        args.window[i] = range_of(form.windows[i])
-        args.counted[i] = range_of(form.counted[i])
-        args.by_items[i] = divider_of(items[i])
+    args.window[:] = [range_of(axis) for axis in form.windows]
+    args.counted[:] = [range_of(axis) for axis in form.counted]
+    args.by_items[:] = [divider(count) for count in items]
     args.x_size[:], args.y_size[:] = form.x_size, form.y_size
     args.x_plane, args.inner, args.batch = prod(form.x_size), form.inner, form.batch
     vectors = form.inner // width
-    args.by_vectors = divider_of(vectors)
+    args.by_vectors = divider(vectors)
     each = vectors * prod(items)
     # Leave room for the last threads of blocks.
     args.chunk = max(1, min(form.batch, (LARGEST - 2**16) // each))
@@ -253,8 +234,8 @@ def window_args(form: WindowForm, width: int, items: Sequence[int]) -> Any:
 
 
 class FromIndices(Solver[WindowWork, C]):
-    """Gradients of max pooling from indices; with ``moves``, max unpooling, which moves elements
-    to positions instead of adding them there."""
+    """Gradients of max pooling from indices; with ``moves``, the launch of a max unpooling, which
+    moves elements to positions instead of adding them there."""
 
     def __init__(self, *, moves: bool = False) -> None:
         self._moves = moves
@@ -268,15 +249,14 @@ class FromIndices(Solver[WindowWork, C]):
         """
 
     def fragment(self, work: WindowWork, device: CudaDevice, config: C) -> Fragment:
-        if not work.checked:
-            return Fragment(self.name, (self.launch(work, device, config, None),))
-        bad = f"{work.prefix}bad_index"
-        steps = Clear(bad, 8), self.launch(work, device, config, bad)
+        bad = f"{work.prefix}bad_index" if work.checked else None
+        launch = self.launch(work, device, config, bad)
+        if bad is None or self._moves:
+            return Fragment(self.name, (launch,))
+        steps = Clear(bad, 8), launch
         return Fragment(self.name, steps, (Workspace(bad, 8),), (Check(bad, BAD_INDEX),))
 
 
 def window_grid(args: Any, a_block: int) -> tuple[int, int, int]:
     """Return the grid: blocks of a chunk, and chunks."""
-    blocks = ceil_div(args.threads, a_block)
-    assert blocks <= MAX_BLOCKS  # noqa: S101 - a chunk's threads fit 31 bits
-    return blocks, ceil_div(args.batch, args.chunk), 1
+    return ceil_div(args.threads, a_block), ceil_div(args.batch, args.chunk), 1

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import product
+from functools import cached_property
+from itertools import chain, product
 from math import prod
 from typing import Any, NamedTuple
 
 from convgrad.dtypes import FLOATING, INDEX, DType
 from convgrad_service.backends.cuda.arguments import pack
-from convgrad_service.backends.cuda.kernels.core.elements import MAX_BLOCKS
+from convgrad_service.backends.cuda.kernels.core.gather_axes import divider
 from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES
 from convgrad_service.backends.cuda.kernels.pool.window_form import (
     LARGEST,
@@ -19,11 +20,11 @@ from convgrad_service.backends.cuda.kernels.pool.window_form import (
     FromIndices,
     WindowForm,
     covered,
-    divider_of,
     most_positions,
     window_args,
 )
 from convgrad_service.backends.cuda.structures import structure
+from convgrad_service.plans.base import round_up
 from convgrad_service.plans.cuda.device import RESERVED_BYTES, CudaDevice
 from convgrad_service.plans.cuda.program import Instance, Launch, ceil_div
 from convgrad_service.plans.cuda.works import WindowWork
@@ -70,30 +71,37 @@ class Side(NamedTuple):
     tiles: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Tile:
     """What a block computes, in ``planes`` planes and ``channels`` adjacent elements of ``inner``.
 
     ``phases`` are the most windows that contain a position, along each axis; a thread has
-    ``vector`` of the elements.
+    ``vector`` of the elements, which are of type ``dtype``.
     """
 
     form: WindowForm
+    dtype: DType
     phases: tuple[int, ...]
     sides: tuple[Side, Side, Side]
     planes: int
     channels: int
     vector: int
 
-    @property
+    @cached_property
     def threads(self) -> int:
         d, h, w = self.sides
         return self.planes * (self.channels // self.vector) * d.grid * h.grid * w.grid
 
-    @property
+    @cached_property
+    def warp_threads(self) -> int:
+        """Threads of whole warps."""
+        return round_up(self.threads, WARP)
+
+    @cached_property
     def steps(self) -> int:
         """A thread's windows."""
-        return prod(self.phases) * prod(side.rounds for side in self.sides)
+        d, h, w = self.sides
+        return prod(self.phases) * d.rounds * h.rounds * w.rounds
 
     @property
     def chunks(self) -> int:
@@ -110,15 +118,14 @@ class Tile:
         d, h, w = self.sides
         return self.groups * self.chunks * d.tiles * h.tiles * w.tiles
 
-    def fit(self, dtype: DType, device: CudaDevice) -> int:
+    def fit(self, device: CudaDevice) -> int:
         """Return the blocks that a multiprocessor can have."""
-        threads = ceil_div(self.threads, WARP) * WARP
-        fit = device.shared_bytes_per_multiprocessor // (self.places(dtype)[-1] + RESERVED_BYTES)
-        return max(1, min(fit, RESIDENT // max(LEAST_THREADS, threads)))
+        fit = device.shared_bytes_per_multiprocessor // (self.places[-1] + RESERVED_BYTES)
+        return max(1, min(fit, RESIDENT // max(LEAST_THREADS, self.warp_threads)))
 
-    def repeats(self, dtype: DType, device: CudaDevice) -> int:
+    def repeats(self, device: CudaDevice) -> int:
         """Return how many groups a block computes: of the fastest, the fewest."""
-        busy = self.fit(dtype, device) * device.multiprocessors
+        busy = self.fit(device) * device.multiprocessors
 
         def cost(repeats: int) -> int:
             blocks = self.blocks // self.groups * ceil_div(self.groups, repeats)
@@ -126,25 +133,24 @@ class Tile:
 
         return min(range(1, min(self.groups, MOST_REPEATS) + 1), key=cost)
 
-    def places(self, dtype: DType) -> tuple[int, int, int]:
-        """Return the bytes of the cells and of their misalignment, where steps are, and all."""
+    @cached_property
+    def places(self) -> tuple[int, int, int]:
+        """The bytes of the cells and of their misalignment, where steps are, and all."""
         d, h, w = self.sides
-        cell = max(4, dtype.itemsize)
+        cell = max(4, self.dtype.itemsize)
         cells = self.planes * self.channels * d.size * h.size * w.size * cell
-        ranges = ceil_div(cells, CHUNK_BYTES) * CHUNK_BYTES + 8 * cell
-        boxes = RANGE_BYTES * (d.box + h.box + w.box)
-        steps = ranges + ceil_div(boxes, CHUNK_BYTES) * CHUNK_BYTES
+        ranges = round_up(cells, CHUNK_BYTES) + 8 * cell
+        steps = ranges + round_up(RANGE_BYTES * (d.box + h.box + w.box), CHUNK_BYTES)
         return ranges, steps, steps + STEP_BYTES * self.steps
 
-    def fits(self, dtype: DType, most: int) -> bool:
-        return self.threads <= MOST_THREADS and self.places(dtype)[-1] <= most
+    def fits(self, most: int) -> bool:
+        return self.threads <= MOST_THREADS and self.places[-1] <= most
 
-    def cost(self, dtype: DType, device: CudaDevice) -> float:
+    def cost(self, device: CudaDevice) -> float:
         """Return the windows of a multiprocessor, as if it were busy."""
-        cells, _, _ = self.places(dtype)
-        threads = ceil_div(self.threads, WARP) * WARP
-        resident = self.threads * self.fit(dtype, device)
-        each = threads * self.steps + A_BLOCK + cells // max(4, dtype.itemsize) // CELLS_A_WINDOW
+        cells = self.places[0] // max(4, self.dtype.itemsize)
+        resident = self.threads * self.fit(device)
+        each = self.warp_threads * self.steps + A_BLOCK + cells // CELLS_A_WINDOW
         blocks = ceil_div(self.blocks, device.multiprocessors)
         return blocks * each * max(1.0, BUSY_THREADS / resident)
 
@@ -168,21 +174,16 @@ class WindowScatter(FromIndices[Tile]):
             return (
                 f"channels last, with positions in fewer than {LEAST_PHASES} windows, or a signal"
             )
+        if (reason := form.why_not()) is not None:
+            return reason
+        vector = self._vector(work, form)
         for most in (MOST_BYTES, device.shared_bytes_per_block - RESERVED_BYTES):
-            fitting = [
-                tile
-                for rounds in ROUNDS
-                for tile in _fitting(form, work.dtype, most, rounds, self._vector(work, form))
-            ]
-            costs = [tile.cost(work.dtype, device) for tile in fitting]
-            tile = fitting[costs.index(min(costs))] if fitting else None
+            each = (_fitting(form, work.dtype, most, rounds, vector) for rounds in ROUNDS)
+            tiles = chain.from_iterable(each)
+            tile = min(tiles, key=lambda one: one.cost(device), default=None)
             if tile is not None:
-                break
-        else:
-            return "windows of too many positions"
-        if tile.blocks > MAX_BLOCKS:
-            return "more blocks than a grid can have"
-        return form.why_not() or tile
+                return tile
+        return "windows of too many positions"
 
     def _vector(self, work: WindowWork, form: WindowForm) -> int:
         """Return the adjacent elements of a thread."""
@@ -197,19 +198,19 @@ class WindowScatter(FromIndices[Tile]):
         chunk = CHUNK_BYTES // work.dtype.itemsize
         args.vectors = form.inner % chunk == 0 and tile.channels % chunk == 0
         args.planes, args.channels, args.chunks = tile.planes, tile.channels, tile.chunks
-        args.repeats = tile.repeats(work.dtype, device)
+        args.repeats = tile.repeats(device)
         args.phases[:], args.rounds = tile.phases, prod(side.rounds for side in tile.sides)
         for axis, (side, phases) in enumerate(zip(tile.sides, tile.phases, strict=True)):
             args.tile[axis], args.box[axis], args.grid[axis] = side.size, side.box, side.grid
             args.round[axis] = phases * side.grid if side.rounds > 1 else 0
-            args.tiles[axis], args.by_tiles[axis] = side.tiles, divider_of(side.tiles)
-            args.by_tile[axis], args.by_grid[axis] = divider_of(side.size), divider_of(side.grid)
-            args.by_y_size[axis] = divider_of(form.y_size[axis])
-        args.cells, args.steps_at, room = tile.places(work.dtype)
-        args.by_chunks = divider_of(tile.chunks)
-        args.by_channels = divider_of(tile.channels // tile.vector)
-        args.by_stores = divider_of(tile.channels // (chunk if args.vectors else 1))
-        threads = max(LEAST_THREADS, ceil_div(tile.threads, WARP) * WARP)
+            args.tiles[axis], args.by_tiles[axis] = side.tiles, divider(side.tiles)
+            args.by_tile[axis], args.by_grid[axis] = divider(side.size), divider(side.grid)
+            args.by_y_size[axis] = divider(form.y_size[axis])
+        args.cells, args.steps_at, room = tile.places
+        args.by_chunks = divider(tile.chunks)
+        args.by_channels = divider(tile.channels // tile.vector)
+        args.by_stores = divider(tile.channels // (chunk if args.vectors else 1))
+        threads = max(LEAST_THREADS, tile.warp_threads)
         return Launch(
             _instance(
                 (work.x_dtype or work.dtype, work.dtype),
@@ -256,9 +257,9 @@ def _fitting(form: WindowForm, dtype: DType, most: int, wanted: int, vector: int
     of 1 parts are adjacent elements.
     """
     parts = ceil_div(form.inner, MORE_CHANNELS if form.overlap < FEW_WINDOWS else CHANNELS)
-    channels = ceil_div(ceil_div(form.inner, parts), vector) * vector
+    channels = round_up(ceil_div(form.inner, parts), vector)
     if parts > 1:
-        channels = ceil_div(channels, 8) * 8
+        channels = round_up(channels, 8)
     phases = _phases(form)
     if wanted > 1 and wanted * prod(phases) > MOST_STEPS:
         return
@@ -274,8 +275,8 @@ def _fitting(form: WindowForm, dtype: DType, most: int, wanted: int, vector: int
             sides[-1].append(Side(size, box, grid, rounds, ceil_div(axis.output, size)))
     whole, planes = (sides[0][0], sides[1][0], sides[2][0]), 1
     while planes <= form.batch:
-        tile = Tile(form, phases, whole, planes, channels, vector)
-        if not tile.fits(dtype, most):
+        tile = Tile(form, dtype, phases, whole, planes, channels, vector)
+        if not tile.fits(most):
             break
         yield tile
         planes += max(1, planes // 8)
@@ -294,8 +295,8 @@ def _fitting(form: WindowForm, dtype: DType, most: int, wanted: int, vector: int
             for w in sides[2]:
                 if form.inner == 1 and d.size * h.size > 1 and w.tiles > 1:
                     break
-                tile = Tile(form, phases, (d, h, w), 1, channels, vector)
-                if not tile.fits(dtype, most):
+                tile = Tile(form, dtype, phases, (d, h, w), 1, channels, vector)
+                if not tile.fits(most):
                     continue
                 yield tile
                 fits = True

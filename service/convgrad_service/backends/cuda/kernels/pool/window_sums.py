@@ -10,10 +10,10 @@ from typing import Any
 
 from convgrad.dtypes import FLOATING, DType
 from convgrad_service.backends.cuda.arguments import pack
+from convgrad_service.backends.cuda.kernels.core.gather_axes import divider
 from convgrad_service.backends.cuda.kernels.pool.window_form import (
     SMALL,
     WindowForm,
-    divider_of,
     most_positions,
     widths,
     window_args,
@@ -140,7 +140,7 @@ def _sliding(
     runs = ceil_div(columns, next(fitting, RUNS[-1]))
     args = window_args(form, width, (*form.y_size[:2], runs))
     blocks = ceil_div(vectors, lanes)
-    args.by_vectors, args.lanes_log = divider_of(blocks), lanes.bit_length() - 1
+    args.by_vectors, args.lanes_log = divider(blocks), lanes.bit_length() - 1
     args.run, args.threads = ceil_div(columns, runs), args.chunk * rows
     grid = ceil_div(args.threads, BLOCK // lanes) * runs * blocks
     return args, (grid, ceil_div(form.batch, args.chunk), 1)

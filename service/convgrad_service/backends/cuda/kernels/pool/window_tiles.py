@@ -10,6 +10,7 @@ from typing import Any
 
 from convgrad.dtypes import FLOATING, DType
 from convgrad_service.backends.cuda.arguments import pack
+from convgrad_service.backends.cuda.kernels.core.gather_axes import divider
 from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES
 from convgrad_service.backends.cuda.kernels.pool.window_form import (
     LARGEST,
@@ -17,7 +18,6 @@ from convgrad_service.backends.cuda.kernels.pool.window_form import (
     SMALL,
     FromIndices,
     WindowForm,
-    divider_of,
     widths,
 )
 from convgrad_service.backends.cuda.structures import structure
@@ -121,10 +121,10 @@ class WindowTiles(FromIndices[Tiles]):
         else:
             items[2] = ceil_div(form.y_size[2], width)
         args.items[:] = items
-        for i in range(3):
-            args.by_items[i], args.by_size[i] = divider_of(items[i]), divider_of(form.y_size[i])
+        args.by_items[:] = [divider(count) for count in items]
+        args.by_size[:] = [divider(size) for size in form.y_size]
         args.inner, args.batch = form.inner, form.batch
-        args.by_vectors, args.by_tile = divider_of(vectors), divider_of(found.tile[2])
+        args.by_vectors, args.by_tile = divider(vectors), divider(found.tile[2])
         threads = form.y_size[2] if kind == PLANES else vectors * prod(items)
         moves, lines = work.kind == "routes", prod(found.tile[:2])
         together = _together(work.dtype, moves, width, each, lines) if kind == ROWS else 1

@@ -15,12 +15,10 @@ from convgrad_service.backends.cuda.kernels.depthwise.depthwise_pairs import (
     DepthwisePairsArgs,
     place_bytes,
 )
-from convgrad_service.backends.cuda.kernels.depthwise.depthwise_strips import (
+from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import (
     STRIP_COLUMNS,
-    TILE_STRIPS,
-    Strips,
+    plane_of,
 )
-from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import chunk_rows, plane_of
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight import DepthwiseWeight
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_args import (
     CLUSTERS,
@@ -35,7 +33,12 @@ from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_direct im
     DirectTile,
     layouts,
 )
-from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_mma import DepthwiseWeightMma
+from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_mma import (
+    TILE_STRIPS,
+    DepthwiseWeightMma,
+    Strips,
+    chunk_rows,
+)
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_rows import (
     DepthwiseWeightRows,
 )
@@ -393,4 +396,4 @@ def test_a_direct_layout_covers_everything(
 @pytest.mark.parametrize("rows", [1, 2, 7, 56, 1000])
 @pytest.mark.parametrize("items", [1, 100, 10_000])
 def test_chunks_are_some_of_the_rows(rows: int, items: int) -> None:
-    assert 1 <= chunk_rows(rows, 6, items, 264, 4) <= rows
+    assert 1 <= chunk_rows(rows, 6, items, 264) <= rows

@@ -8,9 +8,9 @@ import pytest
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.families import FAMILIES
-from convgrad_service.backends.cuda.kernels.fused.hopper_separable import HopperSeparable
-from convgrad_service.backends.cuda.kernels.fused.hopper_separable_tiles import (
+from convgrad_service.backends.cuda.kernels.fused.hopper_separable import (
     TILES,
+    HopperSeparable,
     SeparableTile,
 )
 from convgrad_service.plans.cuda.device import H200, CudaDevice

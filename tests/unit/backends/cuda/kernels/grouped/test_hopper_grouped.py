@@ -9,8 +9,7 @@ import pytest
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.families import FAMILIES
-from convgrad_service.backends.cuda.kernels.grouped.hopper_grouped import HopperGrouped
-from convgrad_service.backends.cuda.kernels.grouped.hopper_grouped_cuts import cuts_of
+from convgrad_service.backends.cuda.kernels.grouped.hopper_grouped import HopperGrouped, cuts_of
 from convgrad_service.plans.cuda.device import H200
 from convgrad_service.plans.cuda.families import choose
 from convgrad_service.plans.cuda.program import Launch
@@ -88,7 +87,7 @@ def test_every_result_is_in_one_unit_and_its_boxes_fit() -> None:
             assert cut.box_bytes % 1024 == 0
             assert cut.slot_bytes % 1024 == 0
             assert cut.boxes * cut.box_rows >= cut.source_rows
-            launch = HopperGrouped().launches(work, H200, cut).steps[-1]
+            launch = HopperGrouped().fragment(work, H200, cut).steps[-1]
             assert isinstance(launch, Launch)
             assert launch.shared_bytes <= H200.shared_bytes_per_block
             assert cut.blocks * (launch.shared_bytes + 1024) <= H200.shared_bytes_per_multiprocessor
