@@ -1,4 +1,4 @@
-"""``convgrad layers``: lists the suites and their layers, and describes a layer; needs no server."""
+"""``convgrad layers``: lists suites and their layers, or describes a layer, without a server."""
 
 from __future__ import annotations
 

@@ -217,7 +217,7 @@ def _of_kernel(
 
 
 def _reported(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a kernel whose exceptions are printed, and raised as one that says how it was called."""
+    """Return ``kernel`` with its exceptions printed, and raised as errors that show the call."""
 
     def run(**arguments: Any) -> Any:
         try:
