@@ -26,8 +26,8 @@ def find_in_process() -> Any:
         return import_module(entry.module)
     raise DeviceUnavailable(
         "Local computes in this process and needs the service, which is not installed here: "
-        "pip install 'convgrad[service]' (and 'convgrad[cuda13]' for a GPU), or let a server "
-        "compute: Remote(url)"
+        "pip install 'convgrad[service]', for a GPU 'convgrad[cuda13]' ('.[service]', '.[cuda13]' "
+        "in a checkout); or let a server compute: Remote(url)"
     )
 
 

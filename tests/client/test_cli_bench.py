@@ -93,9 +93,9 @@ def test_tensors_come_from_files_too(tmp_path: Path) -> None:
         (["--shape", "weight=2,3"], "expected weight=8x64x56x56 or the like, got '2,3'"),
         (["--shape", "wait=2x3"], "conv_bwd_data takes grad_output, weight, accumulate"),
         (["--shape", "weight=2", "--shape", "weight=2"], "weight is given twice"),
-        (["--shape", "weight=999999999x999999999"], "weight has 999,999,998,000,000,001 elements"),
+        (["--shape", "weight=999999999x999999999"], "999,999,998,000,000,001 elements, too many"),
         (["--shape", "weight=2x1x2"], 'missing field "grad_output"'),
-        ([*SHAPES, "--repeats", "0"], "--repeats: got 0"),
+        ([*SHAPES, "--repeats", "0"], "--repeats: expected at least 1, got 0"),
     ],
 )
 def test_what_cannot_be_timed_is_refused(

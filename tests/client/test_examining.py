@@ -36,6 +36,10 @@ def wrong(grad_output, weight, **parameters):
     weight = weight.copy()
     weight[:, :, 1, 0] = 0
     return right(grad_output, weight, **parameters)
+
+def narrow(grad_output, weight, **parameters):
+    assert grad_output.shape[1] < 8, "at most 7 channels"
+    return right(grad_output, weight, **parameters)
 """
 TESTS = """
 from kernels import right, wrong
@@ -117,6 +121,41 @@ def test_a_kernel_is_verified_on_a_suite(
     one = ["verify", "conv_bwd_data", "--layer", LAYER, "--url", url, "--kernel", "kernels:wrong"]
     assert main(one) == 1
     assert capsys.readouterr().out.count("FAILED") == 2
+
+
+def test_a_kernel_that_raises_is_reported_with_its_arguments(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = ["verify", "conv_bwd_data", "--kernel", "kernels:narrow", "--local"]
+    assert main([*asked, "--layer", LAYER]) == 1
+    told = capsys.readouterr().err
+    assert "Traceback" in told
+    assert "convgrad: kernels:narrow(grad_output=float32[2, 8, 9, 9], weight=float32" in told
+    assert "raised AssertionError: at most 7 channels" in told
+    few = [each for each in layers.suite("networks") if each.layer.ndim == 1][:1]
+    words = (LAYER, "mb1ic4iw9oc4kw3pw1")
+    suite = [few[0]._replace(layer=_named(layers.parse(each))) for each in words]
+    monkeypatch.setattr(layers, "suite", lambda name: suite)
+    assert main([*asked, "--suite", "networks"]) == 1
+    told = capsys.readouterr().out
+    assert "not verified: kernels:narrow(" in told
+    assert told.count("PASSED") == 2
+
+
+def test_layers_are_listed_and_described(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["layers"]) == 0
+    assert "resnet50: 23 layers" in capsys.readouterr().out.splitlines()
+    assert main(["layers", "resnet50"]) == 0
+    listed = capsys.readouterr().out.splitlines()
+    assert len(listed) == 23
+    assert listed[2] == "64>64g1_56x56_k3x3_s1_d1  mb1ic64ih56oc64oh56kh3ph1  x3"
+    assert main(["layers", "Conv2d(64, 64, 3, padding=1) on 1x64x56x56"]) == 0
+    told = capsys.readouterr().out
+    assert "64 → 64 channels, 56x56 → 56x56" in told
+    assert "conv_bwd_data" in told
+    assert "benchdnn: mb1ic64ih56oc64oh56kh3ph1" in told
+    assert main(["layers", "ck_headlines"]) == 1
+    assert "did you mean 'ck_headline'?" in capsys.readouterr().err
 
 
 def test_of_a_suite_every_layer_is_reported(

@@ -32,8 +32,8 @@ LAYOUT_REFUSALS: list[tuple[str, dict[str, Any], str]] = [
     (
         "conv_fwd",
         {"input": ones(32, 8, 8), "weight": ones(64, 32, 3, 3)},
-        "weight has shape (64, 32, 3, 3); expected 3 dimensions (KCS) in layout NCW; if that is "
-        "right, a sample was sent without its batch dimension, N = 1",
+        "weight has shape (64, 32, 3, 3); expected 3 dimensions (KCS) in layout NCW; if the "
+        "weight is right, the other tensor lacks its batch dimension, N = 1",
     ),
     (
         "conv_fwd",

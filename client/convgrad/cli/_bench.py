@@ -42,9 +42,9 @@ _PERCENTILES = (50, 90, 99)
 def run(argv: Sequence[str]) -> int:
     """Run ``convgrad bench`` with these arguments."""
     options = _parser().parse_args(argv)
-    for name in ("warm_up", "repeats"):
-        if getattr(options, name) < (name == "repeats"):
-            raise UsageError(f"--{name.replace('_', '-')}: got {getattr(options, name)}")
+    for option, given, least in (("warm-up", options.warm_up, 0), ("repeats", options.repeats, 1)):
+        if given < least:
+            raise UsageError(f"--{option}: expected at least {least}, got {given}")
     call = request_call(options, _random_tensors(options))
     with connect(options, options.wire) as client:
         for _ in range(options.warm_up):
@@ -107,7 +107,8 @@ def _random_tensors(options: argparse.Namespace) -> dict[str, NDArray[Any]]:
         try:
             values = rng.standard_normal(shape, dtype=np.float32)
         except (MemoryError, ValueError):
-            raise UsageError(f"--shape: {name} has {math.prod(shape):,} elements") from None
+            count = f"{math.prod(shape):,} elements"
+            raise UsageError(f"--shape: {name} has {count}, too many for this memory") from None
         tensors[name] = values.astype(DType(options.dtype).numpy)
     if not tensors and not options.input:
         needed = " ".join(

@@ -17,6 +17,6 @@ def run(argv: Sequence[str]) -> int:
     except ModuleNotFoundError as missing:
         raise UsageError(
             f"demo needs {missing.name}, which is missing; "
-            "install it with: pip install 'convgrad[demo]'"
+            "install it with: pip install 'convgrad[demo]', or '.[demo]' in a checkout"
         ) from missing
     return status

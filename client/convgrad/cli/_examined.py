@@ -37,10 +37,12 @@ def add_problem_options(parser: argparse.ArgumentParser, *, files: bool = False)
     group = parser.add_argument_group("problem")
     group.add_argument(
         "--layer",
-        help="a name from the suites, a benchdnn problem, a MIOpenDriver command, a PyTorch module "
-        "or an ONNX node",
+        help="a name that `convgrad layers` lists, a benchdnn problem, a MIOpenDriver command, a "
+        "PyTorch module and its input's shape, or an ONNX node and its shapes",
     )
-    group.add_argument("--batch", type=int, help="number of samples; overrides the layer's")
+    group.add_argument(
+        "--batch", type=int, metavar="N", help="number of samples; overrides the layer's"
+    )
     group.add_argument(
         "--shape",
         action="append",
@@ -54,7 +56,9 @@ def add_problem_options(parser: argparse.ArgumentParser, *, files: bool = False)
         help="of drawn tensors (default: the layer's, or float32)",
     )
     group.add_argument("--layout", help="such as NHWC (default: channels first)")
-    group.add_argument("--seed", type=int, help="seed of the drawn tensors (default: 0)")
+    group.add_argument(
+        "--seed", type=int, metavar="N", help="seed of the drawn tensors (default: 0)"
+    )
     group.add_argument(
         "--distribution",
         choices=("normal", "uniform", "integers"),

@@ -29,8 +29,9 @@ _COMMANDS = {
     "time": ("_time", "time a kernel, alone on the server's device"),
     "plan": ("_time", "explain which kernel the server would run"),
     "operations": ("_operations", "list the operations with their inputs and outputs"),
+    "layers": ("_layers", "list named layers, or describe one in every notation"),
     "demo": ("_demo", "train a small network with gradients from a server"),
-    "kernels": ("_service", "compile the GPU kernels ahead of time (needs convgrad[service])"),
+    "kernels": ("_service", "compile or tune the GPU kernels (needs convgrad[service])"),
     "key": ("_service", "make an API key for a server (needs convgrad[service])"),
     "probe": ("_service", "check the server on this machine (needs convgrad[service])"),
 }

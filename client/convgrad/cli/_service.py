@@ -12,7 +12,7 @@ from convgrad.cli._failures import UsageError
 
 __all__ = ["run"]
 
-_ADVICE = "install it with: pip install 'convgrad[service]'"
+_ADVICE = "install it with: pip install 'convgrad[service]', or '.[service]' in a checkout"
 
 
 def run(argv: Sequence[str], command: str) -> int:

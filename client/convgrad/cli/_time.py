@@ -44,9 +44,15 @@ def _add_timing_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--standard-error",
         type=float,
-        help="relative standard error of the mean at which sampling stops (0.005)",
+        metavar="RATIO",
+        help="relative standard error of the mean at which sampling stops (default: 0.005)",
     )
-    group.add_argument("--budget-s", type=float, help="total seconds of sampling")
+    group.add_argument(
+        "--budget-s",
+        type=float,
+        metavar="SECONDS",
+        help="limit of the time for sampling (default and maximum: the server's, usually 5)",
+    )
     group.add_argument("--peers", choices=("auto", "none"), help="none skips PyTorch")
     group.add_argument(
         "--candidates", action="store_true", help="also time the kernels that were passed over"

@@ -9,18 +9,20 @@ import argparse
 import importlib
 import json
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import convgrad
+from convgrad._display import described
 from convgrad.cli._connection import add_connection_options, connect
 from convgrad.cli._examined import add_problem_options, problem_fields, tensors_of
 from convgrad.cli._failures import UsageError
 from convgrad.cli._files import read_tensor
 from convgrad.contract import OPERATIONS
 from convgrad.contract.verification import Verification
-from convgrad.errors import ConvgradError
+from convgrad.errors import ClientError, ConvgradError
 from convgrad.layers import operations_of
 
 __all__ = ["run"]
@@ -57,7 +59,9 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add_problem_options(parser, files=True)
-    parser.add_argument("--suite", help="run --kernel on all layers of this suite or network")
+    parser.add_argument(
+        "--suite", help="run --kernel on all layers of this suite (`convgrad layers` lists them)"
+    )
     parser.add_argument(
         "--mine",
         action="append",
@@ -89,9 +93,16 @@ def _parser() -> argparse.ArgumentParser:
         "--local", action="store_true", help="compare in this process, without a server"
     )
     parser.add_argument(
-        "--factors", help="how factors are rounded: exact, tf32, tf32_truncated or bfloat16"
+        "--factors",
+        metavar="HOW",
+        help="how your kernel rounds factors: exact, tf32, tf32_truncated or bfloat16 (default: "
+        "tf32 with precision=high, otherwise exact)",
     )
-    parser.add_argument("--sums", help="how sums are rounded: float32 or tensor_core")
+    parser.add_argument(
+        "--sums",
+        metavar="HOW",
+        help="how it rounds sums: float32, to nearest (default), or tensor_core, truncated",
+    )
     add_connection_options(parser)
     return parser
 
@@ -175,7 +186,7 @@ def _of_kernel(
     options: argparse.Namespace, client: convgrad.Client | None
 ) -> Iterator[tuple[str, Verification | ConvgradError]]:
     """Yield the verifications of each layer; of a suite's layer also an error."""
-    function = _function(options.kernel)
+    function = _reported(options.kernel, _function(options.kernel))
     fields = problem_fields(options)
     words = [fields.pop("layer", None)]
     if options.suite is not None:
@@ -203,6 +214,20 @@ def _of_kernel(
             continue
         for gate, verification in found.gates.items():
             yield f"{layer}, {gate} inputs", verification
+
+
+def _reported(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``kernel`` with its exceptions printed, and raised as errors that show the call."""
+
+    def run(**arguments: Any) -> Any:
+        try:
+            return kernel(**arguments)
+        except Exception as error:
+            traceback.print_exc()
+            called = ", ".join(f"{key}={described(value)}" for key, value in arguments.items())
+            raise ClientError(f"{name}({called}) raised {type(error).__name__}: {error}") from error
+
+    return run
 
 
 def _function(text: str) -> Callable[..., Any]:

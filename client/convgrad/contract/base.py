@@ -33,7 +33,7 @@ R = TypeVar("R", bound="Request")
 
 
 def _null_by_default(schema: dict[str, Any]) -> None:
-    """Let a JSON request have null, which says the same as nothing."""
+    """Accept null in JSON, with the meaning of an omitted field."""
     choices = {key: schema.pop(key) for key in ("enum", "type")}
     schema.update(anyOf=[choices, {"type": "null"}], default=None)
 
@@ -90,31 +90,31 @@ class Request(Parameters):
 
     @classmethod
     def tensor_fields(cls) -> tuple[str, ...]:
-        """Names of all tensors this operation can take, required ones among them."""
+        """The names of all tensors that the operation takes, required or not."""
         return _tensor_fields(cls)
 
     @classmethod
     def required_tensor_fields(cls) -> tuple[str, ...]:
-        """Names of the tensors without which there is no request."""
+        """The names of the required tensors."""
         fields = cls.model_fields
         return tuple(name for name in _tensor_fields(cls) if fields[name].is_required())
 
     def tensors(self) -> dict[str, np.ndarray[Any, np.dtype[Any]]]:
-        """The tensors of this request by name, without those not given."""
+        """The tensors that were given, by name."""
         given = {name: getattr(self, name) for name in self.tensor_fields()}
         return {name: array for name, array in given.items() if array is not None}
 
     def parameters(self) -> dict[str, Any]:
-        """Everything but the tensors, JSON-able, without what is left at its default."""
+        """The parameters that differ from their defaults, as JSON values."""
         names = set(type(self).model_fields) - set(self.tensor_fields())
         return self.model_dump(mode="json", include=names, exclude_defaults=True)
 
 
 def drop_unset(model: type[Parameters], fields: dict[str, Any]) -> None:
-    """Remove null from the optional ``fields`` of several types, such as padding.
+    """Remove optional ``fields`` of several types, such as padding, that are null.
 
-    Typed clients send it for one that is not set. The document that they are generated from gives
-    these fields no default, of which some generators make invalid code.
+    Generated clients send null for a field that is not set: the OpenAPI document gives these fields
+    no default, because some generators turn such defaults into invalid code.
     """
     for name in fields.keys() & model.model_fields.keys():
         field, value = model.model_fields[name], fields[name]
@@ -130,7 +130,7 @@ def _is_choice(field: FieldInfo) -> bool:
 
 
 def validate(request_model: type[R], fields: Mapping[str, Any]) -> R:
-    """Make the request of ``fields``: tensors as arrays, parameters as Python values.
+    """Make a request from ``fields``: tensors as arrays, parameters as Python values.
 
     Raises
     ------

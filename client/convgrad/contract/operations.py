@@ -56,7 +56,7 @@ _UNGROUPED = ("NCW", "NWC", "NCHW", "NHWC", "NCDHW", "NDHWC")
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation: its request model, and what can be said of it without running it.
+    """An operation: its request model, outputs, layouts and an example.
 
     ``outputs`` names every tensor an answer can hold, those always there first; ``layouts`` the
     values of ``layout`` (channels first by default), empty where each tensor has a
@@ -114,4 +114,4 @@ OPERATIONS: Mapping[str, Operation] = MappingProxyType(
         )
     }
 )
-"""Every operation by its name: the design's, in its order, then what was added to them."""
+"""Every operation, by name."""

@@ -19,8 +19,8 @@ float64.
 There are two backends:
 
 `Local`
-    The kernels in this process, for GPUs and CPUs, on XLA's memory; the default. Needs the
-    distribution that holds the service.
+    The kernels in this process, for GPUs and CPUs, on XLA's memory; the default. Needs the extra
+    ``service``, and ``cuda13`` or ``cuda12`` for a GPU.
 `Remote`
     A convgrad server, reached by ``jax.pure_callback``: arrays are copied to the host.
 """

@@ -58,7 +58,7 @@ batch_group_count
         The result's dtype, by default the operands'. The operands are
         converted to it first. Sums are in float32 or wider in any case.
     out_sharding : None
-        Only None.
+        Must be None.
     backend : Backend, optional
         What computes; by default this process's `Local`. ``jit`` treats it as a constant.
 
@@ -189,11 +189,11 @@ def _with_channel_groups(lhs: Array, spec: Sequence[int], count: int) -> Array:
 
 def _precision(precision: Any) -> str:
     operands = precision if isinstance(precision, tuple) else (precision,)
-    return "high" if all(map(_is_fast, operands)) else "highest"
+    return "high" if all(map(_allows_tf32, operands)) else "highest"
 
 
-def _is_fast(precision: Any) -> bool:
-    """Return whether the products of float32 need no more bits than TF32's."""
+def _allows_tf32(precision: Any) -> bool:
+    """Return whether this precision lets products of float32 be computed in TF32."""
     if isinstance(precision, str) and precision in lax.DotAlgorithmPreset.__members__:
         precision = lax.DotAlgorithmPreset[precision]
     if isinstance(precision, lax.DotAlgorithmPreset):

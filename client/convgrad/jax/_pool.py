@@ -45,7 +45,7 @@ def max_pool(
     window_shape, strides : sequence of int
         One value per spatial dimension; strides are 1 by default.
     padding : "SAME", "VALID" or a sequence of (before, after)
-        Of minus infinity.
+        The padding, of minus infinity.
     channels_last : bool
         Whether ``inputs`` is (*batch, *spatial, C).
     backend : Backend, optional
@@ -90,7 +90,7 @@ def avg_pool(
     window_shape, strides : sequence of int
         One value per spatial dimension; strides are 1 by default.
     padding : "SAME", "VALID" or a sequence of (before, after)
-        Of zeros.
+        The padding, of zeros.
     count_include_pad : bool
         Whether the padding counts in a window's divisor.
     channels_last : bool

@@ -81,9 +81,9 @@ def parse(words: str) -> Layer:
     near = nearest(words)
     hint = f"; did you mean {near!r}?" if near else ""
     raise MalformedRequest(
-        f"the layer {words[:80]!r} is not known; expected a name from the suites "
-        f"{' and '.join(suite_names()[:2])}, a benchdnn problem, a MIOpenDriver command, a PyTorch "
-        f"module or an ONNX node{hint}"
+        f"the layer {words[:80]!r} is not known; expected a name that `convgrad layers` lists, "
+        "a benchdnn problem, a MIOpenDriver command, a PyTorch module and its input's shape "
+        f"(Conv2d(64, 64, 3) on 32x64x56x56), or an ONNX node and its shapes{hint}"
     )
 
 

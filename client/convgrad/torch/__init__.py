@@ -13,8 +13,8 @@ There are two backends:
 
 `Local`
     Runs the kernels in this process, on CUDA or CPU tensors without copying them, on PyTorch's
-    current stream and with memory from its allocator. Needs the distribution that holds the
-    service.
+    current stream and with memory from its allocator. Needs the extra ``service``, and for CUDA
+    ``cuda13`` or ``cuda12``.
 `Remote`
     Calls a convgrad server, for programs without a GPU.
 

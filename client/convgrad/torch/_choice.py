@@ -34,7 +34,7 @@ class Choice:
         self.libraries: list[Any] = []
         self.overrides: dict[str, dict[str, Callable[..., Any]]] = {}  # by dispatch key
         self.front: Front | None = None
-        self.tried = False  # to have a front
+        self.tried = False  # whether `install` has been called
         self.lock = threading.Lock()
 
     def set(self, backend: Backend | None, fallback: bool) -> None:

@@ -1,12 +1,12 @@
-"""Native kernels in front of the overrides of `use`, for calls that were prepared before.
+"""Native kernels in front of the overrides of `use`, which repeat earlier calls without Python.
 
-The service's native code registers kernels of ATen's operators by PyTorch's stable C ABI.
-They launch what they know in about a microsecond, without Python, and ask an operator in Python,
-``convgrad_aten::…``, for anything else; that one has its calls remembered. See
+The service's native code registers kernels for ATen's operators through PyTorch's stable C ABI. A
+call with shapes that they know is launched in about a microsecond. Any other is passed to an
+operator in Python, ``convgrad_aten::…``, which computes it and tells them how to repeat it. See
 ``inprocess/native/torch_front.cpp``, whose structures are mirrored here.
 
-An exception of that operator reaches the caller as a RuntimeError with its message, because the C
-ABI passes no exceptions on.
+An exception in that operator reaches the caller as a RuntimeError with its message, because
+exceptions do not cross the C ABI.
 """
 
 from __future__ import annotations
@@ -241,7 +241,7 @@ class Front:
         return answer
 
     def _remember(self, given: Sequence[Any], result: Any, noted: Noted) -> None:
-        """Have this call, which Python has answered, answered by native code from now on."""
+        """Let native code answer calls like this one, which Python has answered, from now on."""
         stream = _POINTER()
         if not self._native.convgrad_front_pending(ctypes.byref(stream)):
             return
@@ -288,7 +288,7 @@ class Front:
 def install(overrides: dict[str, Callable[..., Any]]) -> Front | None:
     """Put native kernels in front of the overrides for CUDA.
 
-    Where that is not possible, it warns and returns None.
+    Warns and returns None where that is not possible.
     """
     try:
         service = find_in_process()

@@ -46,7 +46,7 @@ class Local:
 
     name = "local"
     forward_devices = ("cuda",)
-    """Where `use` has it compute the forward passes of poolings too."""
+    """The devices on which `use` gives it the forward passes of poolings too."""
 
     def __init__(self, *, wait: bool = True) -> None:
         self._wait = wait
@@ -70,7 +70,7 @@ class Local:
         return kind(prepared, operation, device, channels_last)
 
     def __eq__(self, other: object) -> bool:
-        # What one has prepared, another like it need not: `use(Local())` may be called in a loop.
+        # Equal backends share what they have prepared, so `use(Local())` may be called in a loop.
         if type(self) is Local and type(other) is Local:
             return self._wait == other._wait
         return self is other

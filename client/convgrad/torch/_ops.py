@@ -23,7 +23,7 @@ from convgrad.torch._passes import (
     pool_backward,
     pool_forward,
 )
-from convgrad.torch._prepared import computable
+from convgrad.torch._prepared import why_not
 from convgrad.torch._tensors import gather_maxima
 
 __all__ = ["OPS", "default_backend"]
@@ -86,7 +86,7 @@ def _pool_geometry(values: Sequence[Any]) -> Any:
 def _convolution(
     input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *rest: Any
 ) -> torch.Tensor:
-    if computable(input, weight) is None:
+    if why_not(input, weight) is None:
         return conv_forward(default_backend(), input, weight, bias, _geometry(rest))
     return _ATEN.convolution(input, weight, bias, *rest)
 
@@ -101,7 +101,7 @@ def _convolution_backward(
     grad_output: torch.Tensor, input: torch.Tensor, weight: torch.Tensor, *rest: Any
 ) -> tuple[torch.Tensor, ...]:
     *geometry, mask = rest
-    if computable(grad_output, input, weight) is None:
+    if why_not(grad_output, input, weight) is None:
         backend = default_backend()
         found = conv_backward(
             backend, grad_output, input, weight, astuple(_geometry(geometry)), tuple(mask)
@@ -133,7 +133,7 @@ def _convolution_double_backward(*given: Any) -> tuple[torch.Tensor, ...]:
     *second, grad_output, input, weight = given[:6]
     *geometry, mask = given[6:]
     tensors = grad_output, input, weight
-    if computable(*tensors) is None:
+    if why_not(*tensors) is None:
         own = astuple(_geometry(geometry))
         found = conv_double_backward(default_backend(), second, tensors, own, tuple(mask))
     else:
@@ -154,7 +154,7 @@ def _convolution_double_backward_fake(*given: Any) -> tuple[torch.Tensor, ...]:
 
 
 def _max_pool(input: torch.Tensor, *rest: Any) -> torch.Tensor:
-    if computable(input) is None:
+    if why_not(input) is None:
         return pool_forward(default_backend(), input, _pool_geometry(rest))
     return _with_indices(input)(input, *rest)[0]
 
@@ -164,7 +164,7 @@ def _max_pool_fake(input: torch.Tensor, *rest: Any) -> torch.Tensor:
 
 
 def _max_pool_backward(grad_output: torch.Tensor, input: torch.Tensor, *rest: Any) -> torch.Tensor:
-    if computable(grad_output, input) is None:
+    if why_not(grad_output, input) is None:
         return pool_backward(default_backend(), grad_output, input, _pool_geometry(rest))
     return torch.zeros_like(input)  # an empty batch
 

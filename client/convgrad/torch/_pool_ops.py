@@ -19,7 +19,7 @@ from convgrad.torch._pool_passes import (
     unpool_backward,
     unpool_forward,
 )
-from convgrad.torch._prepared import computable
+from convgrad.torch._prepared import why_not
 from convgrad.torch._tensors import dense, is_channels_last, scatter_maxima
 
 __all__ = ["OPS"]
@@ -61,7 +61,7 @@ def _blank(like: Tensor, size: Sequence[int], last: bool) -> Tensor:
 
 
 def _avg_pool(input: Tensor, *rest: Any) -> Tensor:
-    if computable(input) is None:
+    if why_not(input) is None:
         return avg_forward(default_backend(), input, _window(rest))
     return _avg_pool_fake(input, *rest)
 
@@ -74,7 +74,7 @@ def _avg_pool_fake(input: Tensor, *rest: Any) -> Tensor:
 
 def _avg_pool_backward(grad_output: Tensor, size: Sequence[int], *rest: Any) -> Tensor:
     *window, last = rest
-    if computable(grad_output) is None:
+    if why_not(grad_output) is None:
         return avg_backward(default_backend(), grad_output, size, _window(window), last)
     return _blank(grad_output, size, last).zero_()
 
@@ -84,7 +84,7 @@ def _avg_pool_backward_fake(grad_output: Tensor, size: Sequence[int], *rest: Any
 
 
 def _adaptive_avg_pool(input: Tensor, size: Sequence[int]) -> Tensor:
-    if computable(input) is None:
+    if why_not(input) is None:
         return adaptive_avg_forward(default_backend(), input, size)
     return _functional("adaptive_avg_pool", input)(input, size)
 
@@ -94,13 +94,13 @@ def _adaptive_fake(input: Tensor, size: Sequence[int]) -> Tensor:
 
 
 def _adaptive_avg_pool_backward(grad_output: Tensor, size: Sequence[int], last: bool) -> Tensor:
-    if computable(grad_output) is None:
+    if why_not(grad_output) is None:
         return adaptive_avg_backward(default_backend(), grad_output, size, last)
     return _blank(grad_output, size, last).zero_()
 
 
 def _adaptive_max_pool(input: Tensor, size: Sequence[int]) -> tuple[Tensor, Tensor]:
-    if computable(input) is None:
+    if why_not(input) is None:
         return adaptive_max_forward(default_backend(), input, size)
     both: tuple[Tensor, Tensor] = _functional("adaptive_max_pool", input)(input, size, True)
     return both
@@ -114,14 +114,14 @@ def _adaptive_max_pool_fake(input: Tensor, size: Sequence[int]) -> tuple[Tensor,
 def _adaptive_max_pool_backward(
     grad_output: Tensor, indices: Tensor, size: Sequence[int], last: bool
 ) -> Tensor:
-    if computable(grad_output) is None:
+    if why_not(grad_output) is None:
         return adaptive_max_backward(default_backend(), grad_output, indices, size, last)
     return _blank(grad_output, size, last).zero_()
 
 
 def _max_unpool(input: Tensor, indices: Tensor, *rest: Any) -> Tensor:
     *window, size = rest
-    if computable(input) is None:
+    if why_not(input) is None:
         return unpool_forward(default_backend(), input, indices, _window(window), size)
     return _functional("max_unpool", input)(input, indices, *window, size)
 
@@ -131,7 +131,7 @@ def _max_unpool_fake(input: Tensor, indices: Tensor, *rest: Any) -> Tensor:
 
 
 def _max_unpool_backward(grad_output: Tensor, indices: Tensor) -> Tensor:
-    if computable(grad_output) is None:
+    if why_not(grad_output) is None:
         return unpool_backward(default_backend(), grad_output, indices)
     return _max_unpool_backward_fake(grad_output, indices)
 

@@ -1,14 +1,15 @@
 """Overrides of ATen's pooling operators for `use`, forward and backward.
 
-Some are composed of other operators in a way that costs a backend time, and have another way, which
-is taken where a backend computes forward passes. ``aten::max_pool2d`` is composed of
-``max_pool2d_with_indices``, though ATen also has a derivative for it that keeps no indices,
-``max_pool2d_backward``, for devices that have kernels of their own: half of what max pooling reads
-and writes are its indices. ``aten::adaptive_avg_pool2d`` to one output is a mean, whose gradient is
-not in the memory format of its input, and not the operator ``_adaptive_avg_pool2d``.
+ATen composes some of them of other operators, at a cost to a backend that computes forward passes;
+for such a backend these take another path:
 
-Whatever has to see or differentiate the operators themselves gets the composition: graphs of
-``torch.compile``, modes, functorch, forward-mode and second derivatives.
+- ``aten::max_pool2d`` is ``max_pool2d_with_indices``, and indices are half of what it reads and
+  writes. ``max_pool2d_backward``, which ATen has for other devices, needs none.
+- ``aten::adaptive_avg_pool2d`` to one output is a mean, whose gradient is not in the memory format
+  of its input; here it is ``_adaptive_avg_pool2d``.
+
+Whatever has to see or differentiate the composition gets it: graphs of ``torch.compile``, modes,
+functorch, forward-mode and second derivatives.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 from convgrad.errors import ServiceError
 from convgrad.torch._choice import CHOICE, left_to_pytorch, shapes, takes_forward
 from convgrad.torch._pool_passes import POOL_BACKWARDS, POOL_FORWARDS
-from convgrad.torch._prepared import computable
+from convgrad.torch._prepared import why_not
 from convgrad.torch._report import count_left
 from convgrad.torch._tensors import is_transformed
 
@@ -94,7 +95,7 @@ def _composed(
                 backend is not None
                 and takes_forward(backend, input)
                 and input.dim() == ndim + 2
-                and computable(input) is None
+                and why_not(input) is None
                 and not _observed(input)
             )
             return (taken if takes else composition)(input, *rest)

@@ -181,7 +181,7 @@ def _aten_max_backward(
 def _aten_max_backward_from_indices(
     backend: Backend, grad_output: Tensor, input: Tensor, *given: Any
 ) -> Tensor | None:
-    """Use nothing of the input but its shape and format, as ATen's kernels.
+    """Read only the shape and the memory format of the input, as ATen's kernels do.
 
     Forward-mode differentiation calls the operator with the input's tangent instead of the input.
     """

@@ -14,7 +14,7 @@ from convgrad.torch._backends import Backend, Operation
 from convgrad.torch._report import Counter
 from convgrad.torch._tensors import DTYPES, INDICES, dense, uses_tf32
 
-__all__ = ["NOTED", "PASSES", "Noted", "Pass", "computable", "key_of", "prepared"]
+__all__ = ["NOTED", "PASSES", "Noted", "Pass", "key_of", "prepared", "why_not"]
 
 
 class Noted(NamedTuple):
@@ -44,11 +44,11 @@ class _Calls(threading.local):
 
 
 NOTED = _Calls()
-"""The calls of passes that this thread has made, while someone sets a list for them."""
+"""A list that receives the calls of passes by this thread, while one is set."""
 
 
-def computable(*tensors: torch.Tensor) -> str | None:
-    """Return why no backend can compute on these tensors, or None if one can."""
+def why_not(*tensors: torch.Tensor) -> str | None:
+    """Return the reason why no backend computes on these tensors, or None if one can."""
     first = tensors[0]
     for tensor in tensors:
         if tensor.dtype not in DTYPES:
@@ -114,7 +114,7 @@ class Pass:
             The backend refuses the operation.
         """
         floating = [each for each in tensors if each.dim() > 1 and each.dtype not in INDICES]
-        reason = computable(*(floating or tensors[:1]))
+        reason = why_not(*(floating or tensors[:1]))
         if reason is not None:
             raise UnsupportedProblem(f"{backend.name} does not take {reason}")
         if uses_tf32(tensors[0]) and "pool" not in operation.name:

@@ -17,7 +17,7 @@ from convgrad.torch._functional import (
     per_dimension,
 )
 from convgrad.torch._ops import OPS, default_backend
-from convgrad.torch._prepared import Pass, computable, key_of, prepared
+from convgrad.torch._prepared import Pass, key_of, prepared, why_not
 from convgrad.torch._tensors import is_channels_last
 
 __all__ = ["separable_conv1d", "separable_conv2d", "separable_conv3d"]
@@ -53,7 +53,7 @@ def _prepare(
 def _compute(
     input: Tensor, depthwise: Tensor, pointwise: Tensor, bias: Tensor | None, *rest: Sequence[int]
 ) -> Tensor:
-    if computable(input, depthwise, pointwise) is not None:
+    if why_not(input, depthwise, pointwise) is not None:
         return _composed(_ATEN.convolution, input, depthwise, pointwise, bias, *rest)
     tensors = (input, depthwise, pointwise) if bias is None else (input, depthwise, pointwise, bias)
     steps = tuple(map(tuple, rest))

@@ -21,9 +21,9 @@ _MOST_PENDING = 256
 
 @lru_cache(maxsize=64)
 def timed(backend: Backend) -> Backend:
-    """Return a backend that computes by another one and times its calls.
+    """Return a backend that computes with the given one and times its calls.
 
-    It is the same one for the same backend, so that its passes are prepared once.
+    The same backend gets the same one each time, so that its passes are prepared once.
     """
     return _Timed(backend)
 

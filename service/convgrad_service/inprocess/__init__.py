@@ -49,7 +49,7 @@ def executor(kind: str, index: int = 0) -> Executor:
     DeviceUnavailable
         The GPU, CuPy or a compiler for its kernels is missing.
     UnsupportedProblem
-        The kind of device is another one.
+        There is no such kind of device.
     """
     if kind == "cpu":
         from convgrad_service.inprocess.cpu import CpuExecutor

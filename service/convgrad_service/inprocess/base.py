@@ -73,7 +73,7 @@ class Prepared(Protocol):
         Parameters
         ----------
         addresses : sequence of int
-            As of `launch`; the native code sets others.
+            As for `launch`; the native code sets others.
         stream : int
             The stream that it will launch on.
 
@@ -86,12 +86,12 @@ class Prepared(Protocol):
 
 
 class Planned(Protocol):
-    """An operation of which it is known what a launch takes.
+    """An operation whose tensors and workspace are known, and whose kernels may still compile.
 
     Attributes
     ----------
     inputs, outputs, workspace_bytes
-        As of `Prepared`.
+        As for `Prepared`.
     """
 
     inputs: Mapping[str, TensorSpec]

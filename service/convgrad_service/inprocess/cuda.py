@@ -121,7 +121,7 @@ class PlannedOnCuda:
 
 
 class PreparedOnCuda(PlannedOnCuda):
-    """A `Prepared` whose argument structures are filled once, and then only pointed elsewhere.
+    """A `Prepared` whose argument structures are filled once; later only their pointers change.
 
     Thread-safe.
     """
@@ -182,7 +182,7 @@ class PreparedOnCuda(PlannedOnCuda):
                 runtime.streamWaitEvent(stream, end)
 
     def _point(self, at: tuple[int, ...]) -> None:
-        """Let the steps run at these: stream, capture, workspace, and each tensor's address."""
+        """Point the steps at this stream, capture and workspace, and at the tensors' addresses."""
         self._at = ()  # should this fail halfway
         stream, capture, workspace, *addresses = at
         addresses += [workspace + offset for offset in self._offsets]

@@ -49,7 +49,7 @@ class LaunchGraph:
     Attributes
     ----------
     alive : int
-        The graphs of this process; each holds some memory of the driver's.
+        Number of graphs in this process; each holds some of the driver's memory.
     address : int
         The ``CUgraphExec``.
     nodes : list of int
@@ -112,7 +112,7 @@ class LaunchGraph:
             raise DeviceUnavailable(f"{name} failed: CUDA error {status}")
 
     def __del__(self) -> None:
-        # Of this module, nothing may be left when the interpreter exits.
+        # When the interpreter exits, this module's names may be gone already.
         if self.address:
             type(self).alive -= 1
             self._driver.cuGraphExecDestroy(self._executable)

@@ -23,7 +23,7 @@ MOST_BUFFERS = 48
 MOST_GRAPHS = 4096
 
 _U32, _U64, _POINTER = ctypes.c_uint32, ctypes.c_uint64, ctypes.c_void_p
-# Of the driver, in the order of the structure Driver in the native code.
+# The driver's functions, in the order of the structure Driver in the native code.
 _FUNCTIONS = (
     "cuLaunchKernelEx",
     "cuMemsetD8Async",
@@ -115,7 +115,7 @@ class NativePlan:
     Attributes
     ----------
     address : int
-        Of the structure ``LaunchPlan``, which lives as long as this object.
+        Address of the structure ``LaunchPlan``, which lives as long as this object.
     context : int
         The CUDA context that it is for.
     """

@@ -151,7 +151,7 @@ class Layout:
         if letters == self.activation and rank == len(letters) - 1:
             return "; a single sample needs a batch dimension too, N = 1"
         if letters == self.weight and rank == len(letters) + 1:
-            return "; if that is right, a sample was sent without its batch dimension, N = 1"
+            return "; if the weight is right, the other tensor lacks its batch dimension, N = 1"
         return ""
 
     def activation_sizes(self, shape: Sequence[int]) -> tuple[int, int | None, int, Size]:

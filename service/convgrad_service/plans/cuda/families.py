@@ -304,7 +304,7 @@ class FastestExpected(Selector[V]):
         ]
         least_s, winner = min(timed, key=lambda each: each[0])
         for time_s, one in timed:
-            if one is not winner:
+            if one.family != winner.family:
                 expected = f"expected to take {time_s * 1e6:.1f} us"
                 reasons.append((one.family, f"{expected}, {winner.family} {least_s * 1e6:.1f}"))
         return winner, reasons

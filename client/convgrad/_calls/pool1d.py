@@ -1,4 +1,4 @@
-"""Max pooling in one dimension; see `_calls_conv` for the conventions."""
+"""Max pooling in one dimension; see `_calls.conv` for the conventions."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias, overload
 
 from convgrad._call import Call, TensorLike, make_call, one_output
-from convgrad._calls_conv import Padding, Sizes
-from convgrad._calls_pool import IndexName, read_pooled
+from convgrad._calls.conv import Padding, Sizes
+from convgrad._calls.pool import IndexName, read_pooled
 from convgrad._results import Array, IndexArray, MaxPoolResult
 
 __all__ = ["maxpool1d_bwd", "maxpool1d_fwd"]

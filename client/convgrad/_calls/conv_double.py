@@ -1,4 +1,4 @@
-"""Second derivatives of convolutions; see `_calls_conv` for the conventions."""
+"""Second derivatives of convolutions; see `_calls.conv` for the conventions."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias, overload
 
 from convgrad._call import Call, Outputs, TensorLike, make_call, select
-from convgrad._calls_conv import ConvLayout, Padding, Precision, Sizes
+from convgrad._calls.conv import ConvLayout, Padding, Precision, Sizes
 from convgrad._results import Array, ConvDoubleBackwardResult
 
 __all__ = ["conv_double_backward", "conv_transpose_double_backward"]

@@ -1,4 +1,4 @@
-"""3D convolutions with Ascend C's names and formats; see `_calls_conv` for the conventions."""
+"""3D convolutions with Ascend C's names and formats; see `_calls.conv` for the conventions."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal, TypeAlias
 
 from convgrad._call import Call, TensorLike, make_call, one_output
-from convgrad._calls_conv import ConvLayout3d, Padding, Precision, Sizes
+from convgrad._calls.conv import ConvLayout3d, Padding, Precision, Sizes
 from convgrad._results import Array
 
 __all__ = ["conv3d_backprop_input", "conv3d_transpose"]

@@ -1,4 +1,4 @@
-"""The gradients of convolutions; see `_calls_conv` for the conventions."""
+"""The gradients of convolutions; see `_calls.conv` for the conventions."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias, overload
 
 from convgrad._call import Call, Outputs, TensorLike, make_call, one_output, select
-from convgrad._calls_conv import ConvLayout, Padding, Precision, Sizes
+from convgrad._calls.conv import ConvLayout, Padding, Precision, Sizes
 from convgrad._methods import by_name
 from convgrad._results import Array, ConvBackwardResult, ConvWeightResult
 

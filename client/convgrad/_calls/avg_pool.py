@@ -1,4 +1,4 @@
-"""Average pooling and adaptive average pooling; see `_calls_conv` for the conventions."""
+"""Average pooling and adaptive average pooling; see `_calls.conv` for the conventions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from convgrad._call import Call, Stored, TensorLike, make_call, one_output
-from convgrad._calls_conv import Padding, Sizes
+from convgrad._calls.conv import Padding, Sizes
 from convgrad._results import Array
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Adaptive max pooling and max unpooling; see `_calls_conv` for the conventions."""
+"""Adaptive max pooling and max unpooling; see `_calls.conv` for the conventions."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any, Literal, overload
 
 from convgrad._call import Call, TensorLike, make_call, one_output
-from convgrad._calls_avg_pool import OutputSize, PoolLayout, asked_size
-from convgrad._calls_conv import Sizes
-from convgrad._calls_pool import IndexName, read_pooled
+from convgrad._calls.avg_pool import OutputSize, PoolLayout, asked_size
+from convgrad._calls.conv import Sizes
+from convgrad._calls.pool import IndexName, read_pooled
 from convgrad._results import Array, IndexArray, MaxPoolResult
 
 __all__ = ["adaptive_max_pool_bwd", "adaptive_max_pool_fwd", "max_unpool_bwd", "max_unpool_fwd"]

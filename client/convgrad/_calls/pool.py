@@ -1,4 +1,4 @@
-"""Max pooling, forward and backward; see `_calls_conv` for the conventions."""
+"""Max pooling, forward and backward; see `_calls.conv` for the conventions."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias, overload
 
 from convgrad._call import Call, Outputs, TensorLike, make_call, one_output, required
-from convgrad._calls_conv import Padding, Sizes
+from convgrad._calls.conv import Padding, Sizes
 from convgrad._results import Array, IndexArray, MaxPoolResult
 
 __all__ = ["maxpool2d_bwd", "maxpool2d_fwd", "maxpool3d_bwd", "maxpool3d_fwd", "read_pooled"]

@@ -1,4 +1,4 @@
-"""Transposed convolutions; see `_calls_conv` for the conventions."""
+"""Transposed convolutions; see `_calls.conv` for the conventions."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any, overload
 
 from convgrad._call import Call, TensorLike, make_call, one_output
-from convgrad._calls_conv import ConvLayout, Padding, Precision, Sizes
-from convgrad._calls_conv_bwd import Gradient, read_gradients
+from convgrad._calls.conv import ConvLayout, Padding, Precision, Sizes
+from convgrad._calls.conv_bwd import Gradient, read_gradients
 from convgrad._results import Array, ConvBackwardResult
 
 __all__ = ["conv_transpose_backward", "conv_transpose_fwd"]

@@ -11,25 +11,25 @@ only the outputs.
 
 from __future__ import annotations
 
-from convgrad._calls_avg_pool import (
+from convgrad._calls.avg_pool import (
     adaptive_avg_pool_bwd,
     adaptive_avg_pool_fwd,
     avg_pool_bwd,
     avg_pool_fwd,
 )
-from convgrad._calls_conv import ConvOptions, conv_fwd, grouped_conv_conv_fwd
-from convgrad._calls_conv3d import conv3d_backprop_input, conv3d_transpose
-from convgrad._calls_conv_bwd import conv_backward, conv_bwd_data, grouped_conv_bwd_weight
-from convgrad._calls_conv_double import conv_double_backward, conv_transpose_double_backward
-from convgrad._calls_conv_transpose import conv_transpose_backward, conv_transpose_fwd
-from convgrad._calls_maxima import (
+from convgrad._calls.conv import ConvOptions, conv_fwd, grouped_conv_conv_fwd
+from convgrad._calls.conv3d import conv3d_backprop_input, conv3d_transpose
+from convgrad._calls.conv_bwd import conv_backward, conv_bwd_data, grouped_conv_bwd_weight
+from convgrad._calls.conv_double import conv_double_backward, conv_transpose_double_backward
+from convgrad._calls.conv_transpose import conv_transpose_backward, conv_transpose_fwd
+from convgrad._calls.maxima import (
     adaptive_max_pool_bwd,
     adaptive_max_pool_fwd,
     max_unpool_bwd,
     max_unpool_fwd,
 )
-from convgrad._calls_pool import maxpool2d_bwd, maxpool2d_fwd, maxpool3d_bwd, maxpool3d_fwd
-from convgrad._calls_pool1d import maxpool1d_bwd, maxpool1d_fwd
+from convgrad._calls.pool import maxpool2d_bwd, maxpool2d_fwd, maxpool3d_bwd, maxpool3d_fwd
+from convgrad._calls.pool1d import maxpool1d_bwd, maxpool1d_fwd
 
 __all__ = [
     "ConvOptions",
