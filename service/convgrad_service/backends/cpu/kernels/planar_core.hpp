@@ -91,21 +91,34 @@ void correlate_channels(const T* src, const i64* offset, i64 terms, const T* wei
                                 pitch);
 }
 
+// Vectors of positions, of all terms, that all channels read while they are in the L1 cache.
+template <class T>
+CONVGRAD_INLINE i64 vectors_at_once(i64 terms) {
+  constexpr i64 kWhole = 24;  // whole register blocks of any number of channels
+  const i64 fitting = 20 * 1024 / static_cast<i64>(sizeof(Vec<T>)) / least(terms, kTerms);
+  return fitting < kWhole ? most(fitting / 6 * 6, 6) : fitting / kWhole * kWhole;
+}
+
 // Computes all channels of one group. `weights` are packed as [register block][term][channel].
 template <class T>
 void correlate(const T* src, const i64* offset, i64 terms, const T* weights, i64 channels, T* sums,
                i64 vectors, i64 pitch) {
-  for (i64 k = 0; k < channels;) {
-    const int tile = tile_channels(channels - k);
-    const T* w = weights + k * terms;
-    T* out = sums + k * pitch;
-    if constexpr (kMostChannels == 8) {
-      if (tile == 8) correlate_channels<T, 8>(src, offset, terms, w, out, vectors, pitch);
+  const i64 at_once = channels > kMostChannels ? vectors_at_once<T>(terms) : vectors;
+  for (i64 v = 0; v < vectors; v += at_once) {
+    const i64 some = least(vectors - v, at_once);
+    const T* x = src + v * kLanes<T>;
+    for (i64 k = 0; k < channels;) {
+      const int tile = tile_channels(channels - k);
+      const T* w = weights + k * terms;
+      T* out = sums + k * pitch + v * kLanes<T>;
+      if constexpr (kMostChannels == 8) {
+        if (tile == 8) correlate_channels<T, 8>(x, offset, terms, w, out, some, pitch);
+      }
+      if (tile == 4) correlate_channels<T, 4>(x, offset, terms, w, out, some, pitch);
+      if (tile == 2) correlate_channels<T, 2>(x, offset, terms, w, out, some, pitch);
+      if (tile == 1) correlate_channels<T, 1>(x, offset, terms, w, out, some, pitch);
+      k += tile;
     }
-    if (tile == 4) correlate_channels<T, 4>(src, offset, terms, w, out, vectors, pitch);
-    if (tile == 2) correlate_channels<T, 2>(src, offset, terms, w, out, vectors, pitch);
-    if (tile == 1) correlate_channels<T, 1>(src, offset, terms, w, out, vectors, pitch);
-    k += tile;
   }
 }
 
