@@ -16,7 +16,7 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +34,9 @@ LEAST_TURNS = 3
 CLASS, OPERATION, LAYOUT = "class", "op", "layout"
 
 
-def layers(classes: set[str], every: int) -> Iterator[Layer]:
-    """The suite's layers of some classes, or of all where there are none, each ``every``-th."""
-    suite = json.loads(SUITE.read_text())
+def layers(classes: set[str], every: int, path: Path = SUITE) -> Iterator[Layer]:
+    """A suite's layers of some classes, or of all where there are none, each ``every``-th."""
+    suite = json.loads(path.read_text())
     for row in [row for row in suite if not classes or row["class"] in classes][::every]:
         yield Layer(
             name=row["name"],
@@ -53,26 +53,36 @@ def layers(classes: set[str], every: int) -> Iterator[Layer]:
         )
 
 
-def fastest(pair: Pair, seconds: float) -> dict[str, Any]:
-    """The least times of both, taking turns for so many seconds."""
-    runs = {"ours": pair.ours, "peer": pair.peer}
-    least = dict.fromkeys(runs, math.inf)
-    for run in runs.values():
+def fastest(
+    pair: Pair,
+    seconds: float,
+    clock: Callable[[], float] = time.perf_counter,
+    pause_s: float = PAUSE_S,
+) -> tuple[float, float, int]:
+    """The least times of both in seconds, taking turns for ``seconds``, and the samples of each.
+
+    A turn is fewer runs of what takes long.
+    """
+    runs = pair.ours, pair.peer
+    least = [math.inf, math.inf]
+    began_s = clock()
+    for run in runs:
         run()
+    a_turn = max(1, min(A_TURN, round(seconds / 2 / (clock() - began_s))))
     samples = 0
     began_s = time.perf_counter()
-    while samples < LEAST_TURNS * A_TURN or time.perf_counter() - began_s < seconds:
-        for name, run in runs.items():
-            time.sleep(PAUSE_S)
-            for _ in range(A_TURN):
-                start_s = time.perf_counter()
+    while samples < LEAST_TURNS * a_turn or time.perf_counter() - began_s < seconds:
+        for i, run in enumerate(runs):
+            time.sleep(pause_s)
+            for _ in range(a_turn):
+                start_s = clock()
                 result = run()
-                least[name] = min(least[name], time.perf_counter() - start_s)
+                least[i] = min(least[i], clock() - start_s)
                 del result
-        samples += A_TURN
+        samples += a_turn
         if time.perf_counter() - began_s > 4 * seconds:
             break
-    return record_of(pair, least["ours"], least["peer"], samples, "cpu_networks", "served")
+    return least[0], least[1], samples
 
 
 def show(records: list[dict[str, Any]]) -> None:
@@ -109,6 +119,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--classes", default="", help="some of dense,depthwise,first,grouped")
     parser.add_argument("--every", type=int, default=1, help="each so-manyth layer alone")
+    parser.add_argument("--suite", type=Path, default=SUITE, help="others are not stored")
     parser.add_argument("--threads", type=int, help="of either side (all cores)")
     parser.add_argument("--seconds", type=float, default=0.25, help="for a pair of calls")
     asked = parser.parse_args()
@@ -117,9 +128,9 @@ def main() -> None:
     keep_large_blocks(KEPT_BYTES)
     classes = {name for name in asked.classes.split(",") if name}
     records = []
-    for layer in layers(classes, asked.every):
+    for layer in layers(classes, asked.every, asked.suite):
         for pair in pairs(backend, layer):
-            row = fastest(pair, asked.seconds)
+            row = record_of(pair, *fastest(pair, asked.seconds), "cpu_networks", "served")
             records.append(row)
             ratio = row["peer_ms"] / row["ours_ms"]
             print(
@@ -128,7 +139,7 @@ def main() -> None:
                 flush=True,
             )
     show(records)
-    if asked.threads is None:
+    if asked.threads is None and asked.suite == SUITE:
         store([record | provenance(backend) for record in records])
 
 

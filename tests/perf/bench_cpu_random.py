@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,12 +21,9 @@ import torch
 from convgrad_service.backends.cpu import CpuBackend
 from convgrad_service.server.malloc import keep_large_blocks
 from tests.perf.bench_cpu import KEPT_BYTES
-from tests.perf.bench_cpu_networks import show
+from tests.perf.bench_cpu_networks import fastest, show
 from tests.perf.cpu_layers import Layer, Pair, convolution_pairs, pooling_pairs, transposed_pairs
 from tests.perf.random_cpu_layers import KINDS, random_cpu_layers
-
-LEAST_TURNS = 4
-A_TURN = 2
 
 
 def pairs_of(backend: CpuBackend, layer: Layer) -> Iterator[Pair]:
@@ -38,24 +34,6 @@ def pairs_of(backend: CpuBackend, layer: Layer) -> Iterator[Pair]:
             yield from transposed_pairs(backend, layer, last)
         else:
             yield from convolution_pairs(backend, layer, last, forward=True)
-
-
-def fastest(pair: Pair, seconds: float) -> tuple[float, float]:
-    """The least times of both, taking turns for so many seconds."""
-    runs = pair.ours, pair.peer
-    least = [math.inf, math.inf]
-    for run in runs:
-        run()
-    began_s, turns = time.perf_counter(), 0
-    while turns < LEAST_TURNS or time.perf_counter() - began_s < seconds:
-        for i, run in enumerate(runs):
-            for _ in range(A_TURN):
-                start_s = time.thread_time()
-                result = run()
-                least[i] = min(least[i], time.thread_time() - start_s)
-                del result
-        turns += 1
-    return least[0], least[1]
 
 
 def main() -> None:
@@ -76,7 +54,7 @@ def main() -> None:
         for pair in pairs_of(backend, layer):
             if not any(name in pair.operation for name in asked.ops.split(",")):
                 continue
-            ours_s, peer_s = fastest(pair, asked.seconds)
+            ours_s, peer_s, _ = fastest(pair, asked.seconds, time.thread_time, 0)
             records.append(
                 {
                     "class": layer.kind,

@@ -24,6 +24,7 @@ from convgrad_service.plans.cpu_times import (
     first_ns,
     gather_ns,
     grouped_weight_ns,
+    stored_as_planes,
     weight_ns,
 )
 from convgrad_service.plans.cpu_worth import (
@@ -45,7 +46,8 @@ PLANNED = {"fwd": forward_plan, "bwd_data": bwd_data_plan, "bwd_weight": bwd_wei
 # The vectors of the grouped kernels are positions or, in depthwise layers, groups; those of the
 # dense kernels are channels of a group: of the result, in a weight gradient of the input or, in
 # "first", of the output. "dense" is the fastest where both sides have more channels than the first
-# of these limits; "first" is no faster where the input has more vectors than the second.
+# of these limits, unless planes are multiplied in place; "first" is no faster where the input has
+# more vectors than the second.
 GROUPED_CHANNELS = 32
 FIRST_VECTORS = 2
 # The batch of `_shared_by_pieces`, and the length of a signal there.
@@ -166,7 +168,9 @@ def _grouped_ns(
     unsuitable."""
     dense = dense_of(timed)
     channels = dense.in_channels, dense.out_channels
-    if min(channels) > GROUPED_CHANNELS:
+    many = min(channels) > GROUPED_CHANNELS
+    planes = dense.taps == 1 and not last and dtype.itemsize == sum_bytes(dtype)
+    if many and not planes:
         return f"{min(channels)} channels per group are more than {GROUPED_CHANNELS}"
     unsuitable = "its padded planes would be too large, or mostly padding"
     plan = PLANNED[direction](conv, sum_bytes(dtype), lanes, last)
@@ -178,9 +182,13 @@ def _grouped_ns(
         plan = PLANNED[direction](timed, sum_bytes(dtype), lanes, last)
         if plan is None:
             return unsuitable
+    in_place = planes and stored_as_planes(plan)
+    if many and not in_place:
+        return f"{min(channels)} channels per group are more than {GROUPED_CHANNELS}"
     if direction == "bwd_weight":
-        return grouped_weight_ns(dense, plan, lanes, last=last)
-    return correlation_ns(dense, plan, lanes, backward=direction == "bwd_data", last=last)
+        return grouped_weight_ns(dense, plan, lanes, last=last, in_place=in_place)
+    backward = direction == "bwd_data"
+    return correlation_ns(dense, plan, lanes, backward=backward, last=last, in_place=in_place)
 
 
 def _first_plan(conv: ConvShape, dtype: DType, device: CpuDevice) -> DensePlan | None:

@@ -13,7 +13,14 @@ from math import prod
 from convgrad_service.plans.cpu_dense import GROUP_PIXELS, Dense
 from convgrad_service.plans.planar import PlanarPlan
 
-__all__ = ["correlation_ns", "first_ns", "gather_ns", "grouped_weight_ns", "weight_ns"]
+__all__ = [
+    "correlation_ns",
+    "first_ns",
+    "gather_ns",
+    "grouped_weight_ns",
+    "stored_as_planes",
+    "weight_ns",
+]
 
 # A multiplication of vectors: of positions; of two vectors of channels at a time; of one alone,
 # whose few sums do not hide the latency. As many multiplications of positions hide it.
@@ -25,6 +32,8 @@ HIDING = 6
 SQUARE_NS, COLUMNS_NS, ROW_COLUMNS = (40.0, 100.0), (0.25, 0.4, 1.5), 16
 # A stride phase of a tile of results; a weight that is packed for planes.
 PHASE_NS, PACKED_NS = 250.0, 12.0
+# An element of planes that are multiplied in place.
+IN_PLACE_NS = 0.06
 # An element that the dense engines transpose, or else a pixel that they copy; a weight that they
 # pack; one of their partial sums.
 TRANSPOSED_NS, PIXEL_NS, WEIGHT_NS, PARTIAL_NS = 0.2, 1.5, 0.6, 0.5
@@ -33,7 +42,7 @@ TILE_NS, TILE_ROWS, SUMS_NS = 27.0, 5, 2.5
 
 
 def correlation_ns(
-    dense: Dense, plan: PlanarPlan, lanes: int, *, backward: bool, last: bool
+    dense: Dense, plan: PlanarPlan, lanes: int, *, backward: bool, last: bool, in_place: bool
 ) -> float:
     """Estimate the grouped engine's forward pass or, if ``backward``, its input gradient.
 
@@ -45,11 +54,20 @@ def correlation_ns(
         Accumulators in a vector.
     last : bool
         Whether channels are contiguous.
+    in_place : bool
+        Whether planes are read and written in place.
     """
     source, channels = _source_and_result(dense, backward)
     steps, (depth, height, width) = plan.dst_step, plan.tile
     rows = channels * depth * height
     products = max(channels * _vectors(plan, lanes), HIDING)
+    if in_place:
+        positions = dense.batch * dense.groups * prod(dense.output)
+        return (
+            PACKED_NS * dense.groups * source * channels
+            + IN_PLACE_NS * positions * (source + channels)
+            + _tiles(dense, plan) * (PHASE_NS + POSITIONS_NS * source * products)
+        )
     filled = dense.groups * channels if last else 0
     each = _copied_ns(dense, plan, source, lanes, last) + len(plan.dst_phase) * (
         PHASE_NS + rows * _row_ns(width, steps[2], lanes, filled)
@@ -59,10 +77,17 @@ def correlation_ns(
     )
 
 
-def grouped_weight_ns(dense: Dense, plan: PlanarPlan, lanes: int, *, last: bool) -> float:
+def grouped_weight_ns(
+    dense: Dense, plan: PlanarPlan, lanes: int, *, last: bool, in_place: bool
+) -> float:
     """Estimate the grouped engine's weight gradient; see `correlation_ns`."""
     pairs = len(plan.taps) * dense.in_channels * dense.out_channels
     rows = dense.out_channels * plan.tile[0] * plan.box[1]
+    if in_place:
+        positions = dense.batch * dense.groups * prod(dense.output)
+        read = IN_PLACE_NS * positions * (dense.in_channels + dense.out_channels)
+        products = (POSITIONS_NS * _vectors(plan, lanes) + SUMS_NS) * pairs
+        return read + _tiles(dense, plan) * products
     return _tiles(dense, plan) * (
         _copied_ns(dense, plan, dense.in_channels, lanes, last, weight=True)
         + rows * _row_ns(plan.box[2], 1, lanes, dense.groups * dense.out_channels if last else 0)
@@ -172,6 +197,15 @@ def _row_ns(columns: int, step: int, lanes: int, filled: int) -> float:
     if filled:
         return SQUARE_NS[min(step, 2) - 1] * -(-columns // lanes) / min(filled, lanes)
     return COLUMNS_NS[min(step, 3) - 1] * (columns + ROW_COLUMNS)
+
+
+def stored_as_planes(plan: PlanarPlan) -> bool:
+    """Whether planes with contiguous columns need no copy: one tap without padding or steps."""
+    whole = plan.tile[:2] == (1, 1) or plan.tile[2] == plan.dst_size[2]
+    whole &= plan.tile[0] == 1 or plan.tile[1] == plan.dst_size[1]
+    whole &= plan.src_size == plan.dst_size and plan.box == plan.tile
+    steps = plan.src_step == plan.dst_step == (1, 1, 1) and plan.origin == (0, 0, 0)
+    return whole and steps and len(plan.taps) == 1
 
 
 def _stored_as_boxes(plan: PlanarPlan) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from convgrad_service.backends.cpu.library import load
 from convgrad_service.backends.cpu.replay import Recordings
 from convgrad_service.backends.cpu.runner import Machine
 from convgrad_service.backends.cpu.runners import RUNNERS
-from convgrad_service.backends.cpu.threads import Workers
+from convgrad_service.backends.cpu.threads import Workers, WrongIndices
 from convgrad_service.plans.cpu_device import CpuDevice
 from convgrad_service.problems.base import Problem
 from convgrad_service.process import usable_cores
@@ -98,9 +99,11 @@ class CpuBackend(OnHost):
             recording = None
             if cancelled is None:  # a replay cannot be cancelled
                 recording = self._recordings.of(self._machine, runner, problem, tensors, out)
+            ran = None
             if recording is not None:
-                ran = recording.run(machine, tensors)
-            else:
+                with suppress(WrongIndices):  # the runner finds which
+                    ran = recording.run(machine, tensors)
+            if ran is None:
                 whole = {name: _in_elements(array) for name, array in tensors.items()}
                 ran = runner(machine, problem, whole, cancelled)
         except MemoryError as error:

@@ -23,7 +23,7 @@ from convgrad_service.backends.cpu.arguments import DTYPE_CODES, view_of
 from convgrad_service.backends.cpu.library import Library
 from convgrad_service.backends.cpu.pool_args import PoolArgs
 from convgrad_service.backends.cpu.pool_planes import PoolPlanesArgs, planes_args
-from convgrad_service.backends.cpu.threads import Workers
+from convgrad_service.backends.cpu.threads import Workers, WrongIndices
 from convgrad_service.plans.cpu_device import sum_bytes
 from convgrad_service.plans.planar import PLANS_KEPT, triple
 from convgrad_service.plans.pooling import (
@@ -66,17 +66,17 @@ def forward(
     acc_bytes = sum_bytes(dtype)
     planes = planes_args(pool, acc_bytes, library.vector_bytes, args, input, tensors)
     if planes is not None:
-        return _run(library, workers, "pool_planes_forward", planes, planes, cancelled)[0]
+        return _run(library, workers, "pool_planes_forward", planes, planes, cancelled)
     merged, (input, output, *rest) = _merged(pool, tensors)
     plan = pool_forward_plan(merged, library.vector_bytes, library.vector_bytes // acc_bytes)
     if plan is None:
         single = _singly(pool, dtype, sums=False)
-        return _run(library, workers, "pool_windows_forward", args, single, cancelled)[0]
+        return _run(library, workers, "pool_windows_forward", args, single, cancelled)
     args.x, args.y = view_of(input, 2), view_of(output, 2)
     if rest:
         args.indices = view_of(rest[0], 2)
     _tile(args, merged, plan)
-    return _run(library, workers, "pool_forward", args, plan, cancelled)[0]
+    return _run(library, workers, "pool_forward", args, plan, cancelled)
 
 
 class _Launch(NamedTuple):
@@ -140,10 +140,11 @@ def backward(
         args.pool.indices.data = data
     else:
         args.pool.x.data = args.planar.src.data = data
-    used, valid = _run(library, workers, prepared.kernel, args, prepared, cancelled)
-    if indices is not None and valid not in (None, indices.size):
-        raise InvalidProblem(_wrong_index(pool, indices))
-    return used
+    try:
+        count = 0 if indices is None else indices.size
+        return _run(library, workers, prepared.kernel, args, prepared, cancelled, indices=count)
+    except WrongIndices:
+        raise InvalidProblem(_wrong_index(pool, source)) from None
 
 
 def _address(array: Array) -> int:
@@ -328,19 +329,17 @@ def _run(
     args: ctypes.Structure,
     plan: PoolPlan | PoolPlanesArgs | _Launch | _Prepared,
     cancelled: threading.Event | None,
-) -> tuple[int, int | None]:
-    """Launch a kernel; return the bytes of scratch used and the number of valid indices.
-
-    The number is None in a dry run, which claims no task.
-    """
+    indices: int = 0,
+) -> int:
+    """Launch a kernel; return the bytes of scratch used."""
     if isinstance(args, PoolPlanesArgs) and kernel not in PLANE_KERNELS:
         args = args.pool
-    control = workers.launch(
+    workers.launch(
         library.kernel(kernel),
         args,
         scratch_bytes=plan.scratch_bytes,
         tasks=plan.tasks,
+        indices=indices,
         cancelled=cancelled,
     )
-    valid = int(control.done[1]) if any(control.next[0]) else None
-    return plan.scratch_bytes * workers.threads, valid
+    return plan.scratch_bytes * workers.threads

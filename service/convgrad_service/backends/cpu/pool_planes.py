@@ -23,6 +23,9 @@ __all__ = ["PoolPlanesArgs", "planes_args"]
 
 SCRATCH_LIMIT_BYTES = 1024 * 1024
 SLACK_VECTORS = 9
+# Columns in larger steps are copied one by one, which takes longer than a transposition of vectors
+# of channels if there are enough to fill one.
+MOST_STRIDE = 2
 # The kernel stores a maximum's offset from its window's tap 0 in 32 bits, and adds gradients at
 # that offset. A larger reach would overflow and write outside the plane.
 LARGEST_REACH = 2**30
@@ -45,12 +48,15 @@ def planes_args(
     input: NDArray[Any] | None,
     tensors: list[NDArray[Any]],
 ) -> PoolPlanesArgs | None:
-    """Return the arguments; None if columns are not contiguous or a plane or window is too large.
+    """Return the arguments; None if columns are not contiguous, a plane or window is too large, or
+    vectors of channels are faster.
 
     ``args`` are the initialised arguments of the other pooling kernels. ``input`` is None if
     indices are given.
     """
     if any(array.strides[-1] != array.itemsize for array in tensors):
+        return None
+    if pool.stride[-1] > MOST_STRIDE and pool.channels >= vector_bytes // acc_bytes:
         return None
     described = _described(pool, acc_bytes, vector_bytes // acc_bytes)
     if described is None:

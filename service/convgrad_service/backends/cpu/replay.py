@@ -4,7 +4,7 @@ For a problem that takes a few microseconds, most of the time goes to choosing k
 in their arguments. A recording holds these arguments without tensors. It is made in a dry run, from
 tensors of the problem's shapes and strides whose memory is never read, and a pointer in an argument
 structure is found by the memory that it points into. What a recording cannot hold is run as
-before: copies that are made on the host, and indices, which the host checks.
+before: copies that are made on the host, and indices that the host checks.
 """
 
 from __future__ import annotations
@@ -78,7 +78,13 @@ class Recording:
     ran: Ran
 
     def run(self, machine: Machine, tensors: Mapping[str, Array]) -> Ran:
-        """Compute the outputs of these tensors."""
+        """Compute the outputs of these tensors.
+
+        Raises
+        ------
+        WrongIndices
+            See `Workers.launch`.
+        """
         outputs, addresses = {}, [*map(address_of, tensors.values())]
         for name, shape, dtype in self.outputs:
             array = machine.out.get(name)
@@ -94,6 +100,7 @@ class Recording:
                     launch.args(addresses),
                     scratch_bytes=launch.scratch_bytes,
                     tasks=launch.tasks,
+                    indices=launch.indices,
                 )
                 if control.error:
                     raise Internal(f"{self.ran.kernel} was given too little work memory")
@@ -114,6 +121,7 @@ class _Launch:
     """(offset in the structure, index of the buffer, offset in the buffer), in bytes."""
     scratch_bytes: int
     tasks: int | None
+    indices: int
 
     def args(self, addresses: Sequence[int]) -> ctypes.Structure:
         args = type(self.template).from_buffer_copy(self.template)
@@ -151,6 +159,7 @@ class _Recorder(Rehearsal):
         *,
         scratch_bytes: int = 0,
         tasks: int | None = None,
+        indices: int = 0,
         cancelled: object = None,
     ) -> Control:
         # While every buffer is alive: what a pointer points to is looked up by its address.
@@ -165,7 +174,8 @@ class _Recorder(Rehearsal):
                 break
             self.met.add(found)
             pointers.append((offset, found, address - address_of(self._buffers[found])))
-        self.launches.append(_Launch(kernel, args, tuple(pointers), scratch_bytes, tasks))
+        launch = _Launch(kernel, args, tuple(pointers), scratch_bytes, tasks, indices)
+        self.launches.append(launch)
         return Control.of(1)
 
     def _buffer_at(self, address: int) -> int | None:
@@ -196,8 +206,6 @@ def _recorded(
     """Record a problem; None where its launches are not all that it does."""
     if problem.memory_bytes > REPLAYED_BYTES:
         return None
-    if any(spec.dtype in _INDICES for spec in problem.inputs.values()):
-        return None
     places = dict(out or {})
     if not all(map(_is_plain, (*tensors.values(), *places.values()))):
         return None
@@ -211,6 +219,9 @@ def _recorded(
     written = range(len(inputs), len(inputs) + len(outputs))
     if not recorder.holds_everything or not recorder.met.issuperset(written):
         return None  # it also reads or writes memory on the host
+    given = sum(spec.elements for spec in problem.inputs.values() if spec.dtype in _INDICES)
+    if given != sum(launch.indices for launch in recorder.launches):
+        return None  # the host checks them
     if any(array is not outputs[name] for name, array in ran.outputs.items()):
         return None
     return Recording(

@@ -24,13 +24,17 @@ from convgrad_service.backends.cpu.library import Kernel, team_function
 from convgrad_service.problems.base import Piece, TensorSpec
 from convgrad_service.process import lower_priority
 
-__all__ = ["Rehearsal", "Workers", "Workspaces"]
+__all__ = ["Rehearsal", "Workers", "Workspaces", "WrongIndices"]
 
 CANCEL_POLL_S = 0.01
 # `Team` in kernels/team.cpp: six words, then six for each slot.
 TEAM_SLOTS = 16
 TEAM_WORDS = 6 + 6 * TEAM_SLOTS
 _size = itemgetter(2)
+
+
+class WrongIndices(Exception):
+    """A kernel has found fewer valid indices than it was given."""
 
 
 class Workspaces:
@@ -112,6 +116,7 @@ class Workers:
         *,
         scratch_bytes: int = 0,
         tasks: int | None = None,
+        indices: int = 0,
         cancelled: threading.Event | None = None,
     ) -> Control:
         """Run a kernel on all threads and return its counters.
@@ -124,6 +129,8 @@ class Workers:
             Private scratch memory of each thread.
         tasks : int, optional
             The number of tasks, if known. No more threads than that are woken.
+        indices : int
+            The number of indices, of which the kernel counts the valid ones in ``done[1]``.
         cancelled : threading.Event, optional
             Cancels the launch when set. Another thread polls it.
 
@@ -131,6 +138,8 @@ class Workers:
         ------
         DeadlineExceeded
             ``cancelled`` was set. The outputs are incomplete.
+        WrongIndices
+            Not all ``indices`` are valid.
         """
         threads = self.threads if tasks is None else max(1, min(self.threads, tasks))
         try:
@@ -157,6 +166,8 @@ class Workers:
             self.workspaces.give(scratch)
         if control.cancelled:
             raise DeadlineExceeded("the request was cancelled before its answer was ready")
+        if indices and control.done[1] != indices:
+            raise WrongIndices
         return control
 
     def to_run(self, pieces: Sequence[Piece]) -> Sequence[Piece]:
@@ -184,6 +195,7 @@ class Rehearsal(Workers):
         *,
         scratch_bytes: int = 0,
         tasks: int | None = None,
+        indices: int = 0,
         cancelled: threading.Event | None = None,
     ) -> Control:
         return Control.of(1)

@@ -132,6 +132,57 @@ def test_tiles_and_orders(
     _forget_plans()
 
 
+def _pointwise(channels: tuple[int, int, int], size: tuple[int, int]) -> ConvShape:
+    groups, in_each, out_each = channels
+    return ConvShape(
+        batch=2, groups=groups, in_channels=groups * in_each, out_channels=groups * out_each,
+        input_size=size, kernel_size=(1, 1), output_size=size,
+        stride=(1, 1), padding=((0, 0),) * 2, dilation=(1, 1),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("tile_bytes", [2_000, 256 * 1024])
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("size", [(9, 7), (16, 8), (1, 5), (2, 700)])
+@pytest.mark.parametrize("channels", [(1, 133, 41), (3, 5, 9), (1, 1, 3), (1, 35, 2)])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, np.float64])
+def test_pointwise_layers(
+    seed: int,
+    monkeypatch: pytest.MonkeyPatch,
+    channels: tuple[int, int, int],
+    size: tuple[int, int],
+    order: str,
+    tile_bytes: int,
+    dtype: Any,
+) -> None:
+    monkeypatch.setattr(planar, "TILE_BYTES", tile_bytes)
+    _forget_plans()
+    conv = _pointwise(channels, size)
+    x, w, y = _drawn(conv, seed, dtype)
+    found = _all_ways(conv, x, w, y, order)
+    for out, ref in zip(found, _references(conv, x, w, y), strict=True):
+        assert_bounded(out, ref, f"seed {seed}")
+    _forget_plans()
+
+
+def test_infinite_positions_stay_in_their_channels_and_positions(seed: int) -> None:
+    """Of a plane that is read in place, the last vector has positions of the next channel."""
+    conv = _pointwise((1, 7, 6), (5, 5))
+    x, w, y = _drawn(conv, seed, np.float32)
+    x[0, 2, 4, 4] = y[1, 3, 0, 0] = np.inf
+    output, grad_input, grad_weight = _all_ways(conv, x, w, y, "first")
+    wrong = ~np.isfinite(output)
+    assert wrong[0, :, 4, 4].all()
+    assert wrong.sum() == conv.out_channels
+    wrong = ~np.isfinite(grad_input)
+    assert wrong[1, :, 0, 0].all()
+    assert wrong.sum() == conv.in_channels
+    wrong = ~np.isfinite(grad_weight)
+    assert wrong[3].all()
+    assert wrong[:, 2].all()
+    assert wrong.sum() == conv.in_channels + conv.out_channels - 1
+
+
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("channels", [(6, 4, 4), (33, 1, 1)])
 def test_threads_change_no_bit(seed: int, channels: tuple[int, int, int], order: str) -> None:

@@ -129,6 +129,7 @@ def test_indices_are_checked_every_time() -> None:
     problem = problem_from("maxpool2d_bwd", request)
     for _ in range(3):
         backend.run(problem, {"grad_output": grad, "indices": indices})
+    assert isinstance(_recording(backend)[0], replay.Recording)
     wrong = np.array([[[[0, 2], [8, 99]]]], np.int64)
     with pytest.raises(Exception, match="99"):
         backend.run(problem, {"grad_output": grad, "indices": wrong})

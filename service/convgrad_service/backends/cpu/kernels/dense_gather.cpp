@@ -28,11 +28,13 @@
 // 2^62 elements.
 #include "brgemm.hpp"
 #include "gather_axis.hpp"
+#include "weight_panel.hpp"
 
 namespace convgrad {
 namespace {
 
 constexpr int kErrorScratch = 1;
+constexpr i64 kPassBytes = 160 * 1024;
 constexpr i64 kFetchedBytes = 4096;  // how far ahead of its stores a result's lines are fetched
 
 template <class E>
@@ -102,40 +104,13 @@ struct Gather {
     return result_channels - block * kColumns > kLanes<T> ? kTileVectors : 1;
   }
 
-  // Rows are in the order in which a row of the source is read: backwards in a backward pass.
   void pack_panel(i64 g, i64 block) const {
     const i64 first = block * kColumns;
-    const i64 width = least(kColumns, result_channels - first);
-    const i64 row = vectors_of(block) * kLanes<T>;
-    T* to = panels + (g * blocks + block) * panel;
     const S* from = static_cast<const S*>(weight.data) + g * weight.stride[0] +
                     first * weight.stride[1];
-    const i64 by_result = weight.stride[1], by_source = weight.stride[2];
-    if (width < row) __builtin_memset(to, 0, taps * source_channels * row * sizeof(T));
-    const i64 tap_row = (w.backward ? -1 : 1) * source_channels * row;
-    if (w.backward) to -= (taps - 1) * tap_row;
-    if (weight.stride[5] == 1 && w.taps > 1 && by_result != 1 && by_source != 1) {
-      // Taps are contiguous: transpose (taps x result channels) for each source channel, over the
-      // whole kernel at once if that is contiguous.
-      const bool whole = weight.stride[4] == w.taps && weight.stride[3] == w.taps * h.taps;
-      const i64 run = whole ? taps : w.taps;
-      for (i64 tap = 0; tap < taps; tap += run) {
-        const S* at = from + tap_offset(tap);
-        for (i64 c = 0; c < source_channels; ++c) {
-          read_matrix<E>(at + c * by_source, 1, by_result, run, width, to + tap * tap_row + c * row,
-                         tap_row);
-        }
-      }
-    } else {
-      for (i64 tap = 0; tap < taps; ++tap) {
-        read_matrix<E>(from + tap_offset(tap), by_source, by_result, source_channels, width,
-                       to + tap * tap_row, row);
-      }
-    }
-  }
-  i64 tap_offset(i64 tap) const {
-    const i64 s = tap % w.taps, r = tap / w.taps % h.taps, t = tap / w.taps / h.taps;
-    return t * weight.stride[3] + r * weight.stride[4] + s * weight.stride[5];
+    pack_weights<E>(from, weight, args.kernel, source_channels,
+                    least(kColumns, result_channels - first), vectors_of(block) * kLanes<T>,
+                    w.backward, panels + (g * blocks + block) * panel);
   }
 
   // Returns the source region of one tile, packed into the slab of the task's `image`-th image if it
@@ -172,10 +147,11 @@ struct Gather {
     return region;
   }
 
-  // Lists the given taps, without those that read only padding in all steps from `first_step` to
-  // `last_step` along W. Taps that are contiguous in both slab and panel are merged into one segment.
+  // Lists the given taps' rows [low, high) of a panel, without taps that read only padding in all
+  // steps from `first_step` to `last_step` along W. Taps that are contiguous in both slab and panel
+  // are merged into one segment.
   i64 list_taps(Progression t, const Progression& taps_h, const Progression& taps_w, i64 first_step,
-                i64 last_step) const {
+                i64 last_step, i64 low, i64 high) const {
     i64 count = 0;
     for (; t.count > 0; t.advance()) {
       for (Progression r = taps_h; r.count > 0; r.advance()) {
@@ -185,14 +161,16 @@ struct Gather {
                         (s.base - w.lowest) * pixel;
           const i64 tap = (t.tap * h.taps + r.tap) * w.taps + s.tap;
           const i64 b = (w.backward ? taps - 1 - tap : tap) * source_channels;
+          const i64 begin = most(b, low), rows = least(b + source_channels, high) - begin;
+          if (rows <= 0) continue;
           if (count > 0) {
             Segment& last = segments[count - 1];
-            if (last.a + last.k == a && last.b + last.k == b) {
-              last.k += source_channels;
+            if (last.a + last.k == a + begin - b && last.b + last.k == begin) {
+              last.k += rows;
               continue;
             }
           }
-          segments[count++] = Segment{a, b, source_channels};
+          segments[count++] = Segment{a + begin - b, begin, rows};
         }
       }
     }
@@ -214,6 +192,12 @@ struct Gather {
     const bool far = w.taps > 1 && 2 * w.apart() >= kTileRows;
     const bool at_once = in_rows && sizeof(S) == sizeof(T) && args.alpha == 1 &&
                          !args.bias.data && !(args.accumulate.data && args.beta != 0);
+    // Of a large panel, all rows of the tile multiply what fits the L2 cache beside the slab, before
+    // the next part. A row that is staged alone takes the whole panel.
+    constexpr i64 size = sizeof(T);
+    const i64 panel_rows = taps * source_channels;
+    const i64 parts = at_once || !in_rows ? (panel * size + kPassBytes - 1) / kPassBytes : 1;
+    const i64 pass = ((panel_rows + parts - 1) / parts + kBlock - 1) / kBlock * kBlock;
     i64 segment_count = 0;
     Progression listed_d{}, listed_h{};
     bool again = true;
@@ -227,46 +211,55 @@ struct Gather {
                          nullptr, w.phases * stored, false, slab_image,
                          at_once ? result.stride[0] : stage_image};
       if (at_once) product.last = static_cast<int>(columns - (vectors - 1) * kLanes<T>);
-      for (i64 ud = ud0; ud < ud1; ++ud) {
-        const i64 jd = ud / d.phases;
-        const Progression taps_d = d.inside(d.taps_of(ud % d.phases), jd);
-        for (i64 uh = uh0; uh < uh1; ++uh) {
-          const i64 jh = uh / h.phases;
-          const Progression taps_h = h.inside(h.taps_of(uh % h.phases), jh);
-          const T* from = region + (jd - d0) * d.step * slab_plane + (jh - h0) * h.step * slab_row;
-          T* row = stage + (in_rows ? 0 : ((ud - ud0) * stage_h + uh - uh0) * width * kColumns);
-          if (at_once) row = reinterpret_cast<T*>(result_at(n, g, block, ud, uh, uw0));
-          // Most rows have the taps of the one before.
-          again = again || far || w.phases > 1 || !taps_d.same(listed_d) || !taps_h.same(listed_h);
-          for (i64 fw = 0; fw < w.phases && uw0 + fw < uw1; ++fw) {
-            const i64 steps = (width - fw + w.phases - 1) / w.phases;
-            const Progression taps_w = w.taps_of(fw);
-            for (i64 j = 0; j < steps;) {
-              // Taps far apart reach padding in other steps: each run of steps has its own list.
-              const i64 until = far ? least(steps, w.unchanged(taps_w, w0 + j) - w0) : steps;
-              if (again || far) {
-                segment_count = list_taps(taps_d, taps_h, taps_w, w0 + j, w0 + until - 1);
-                product.segment_count = segment_count;
-              }
-              const Cut cut = cut_rows(until - j, kTileRows / lines);
-              for (i64 tile = 0; tile < cut.tiles; ++tile) {
-                const i64 rows = cut.base + (tile < cut.extra);
-                product.a = from + j * w.step * pixel;
-                product.c = row + (fw + j * w.phases) * stored;
-                if (in_rows) {
-                  fetch_pixels<lines>(n, g, block, columns, ud, uh,
-                                      uw0 + fw + (at_once ? j + ahead : j) * w.phases, rows);
+      for (i64 low = 0; low < panel_rows; low += pass) {
+        product.adds = low > 0;
+        again = true;
+        for (i64 ud = ud0; ud < ud1; ++ud) {
+          const i64 jd = ud / d.phases;
+          const Progression taps_d = d.inside(d.taps_of(ud % d.phases), jd);
+          for (i64 uh = uh0; uh < uh1; ++uh) {
+            const i64 jh = uh / h.phases;
+            const Progression taps_h = h.inside(h.taps_of(uh % h.phases), jh);
+            const T* from = region + (jd - d0) * d.step * slab_plane + (jh - h0) * h.step * slab_row;
+            T* row = stage + (in_rows ? 0 : ((ud - ud0) * stage_h + uh - uh0) * width * kColumns);
+            if (at_once) row = reinterpret_cast<T*>(result_at(n, g, block, ud, uh, uw0));
+            // Most rows have the taps of the one before.
+            again = again || far || w.phases > 1 || !taps_d.same(listed_d) || !taps_h.same(listed_h);
+            for (i64 fw = 0; fw < w.phases && uw0 + fw < uw1; ++fw) {
+              const i64 steps = (width - fw + w.phases - 1) / w.phases;
+              const Progression taps_w = w.taps_of(fw);
+              for (i64 j = 0; j < steps;) {
+                // Taps far apart reach padding in other steps: each run of steps has its own list.
+                const i64 until = far ? least(steps, w.unchanged(taps_w, w0 + j) - w0) : steps;
+                if (again || far) {
+                  segment_count = list_taps(taps_d, taps_h, taps_w, w0 + j, w0 + until - 1, low,
+                                            low + pass);
+                  product.segment_count = segment_count;
                 }
-                brgemm<T, Walk::kUnitStep, lines>(product, static_cast<int>(lines * rows), vectors);
-                j += rows;
+                if (low > 0 && segment_count == 0) {
+                  j = until;
+                  continue;
+                }
+                const Cut cut = cut_rows(until - j, kTileRows / lines);
+                for (i64 tile = 0; tile < cut.tiles; ++tile) {
+                  const i64 rows = cut.base + (tile < cut.extra);
+                  product.a = from + j * w.step * pixel;
+                  product.c = row + (fw + j * w.phases) * stored;
+                  if (in_rows && low == 0) {
+                    fetch_pixels<lines>(n, g, block, columns, ud, uh,
+                                        uw0 + fw + (at_once ? j + ahead : j) * w.phases, rows);
+                  }
+                  brgemm<T, Walk::kUnitStep, lines>(product, static_cast<int>(lines * rows), vectors);
+                  j += rows;
+                }
               }
             }
-          }
-          again = false;
-          listed_d = taps_d;
-          listed_h = taps_h;
-          if (in_rows && !at_once) {
-            write_tile(lines, n, g, block, columns, ud, ud + 1, uh, uh + 1, uw0, width);
+            again = false;
+            listed_d = taps_d;
+            listed_h = taps_h;
+            if (in_rows && !at_once) {
+              write_tile(lines, n, g, block, columns, ud, ud + 1, uh, uh + 1, uw0, width);
+            }
           }
         }
       }

@@ -64,6 +64,45 @@ bool stored_as_boxes(const PlanarArgs& args) {
   return true;
 }
 
+// The results of a tile in one phase, in planes whose pitches the caller sets.
+CONVGRAD_INLINE Box result_of(const PlanarArgs& args, const TileOrigin& tile, i64 p) {
+  Box box;
+  box.batch = tile.batch;
+  box.group = tile.group;
+  box.groups = tile.groups;
+  box.channels = args.dst_channels;
+  box.row_pitch = args.box[2];
+  box.slice_pitch = args.box[1] * args.box[2];
+  for (int d = 0; d < 3; ++d) {
+    box.size[d] = args.dst_size[d];
+    box.step[d] = args.dst_step[d];
+    box.phase[d] = args.dst_phase[p * 3 + d];
+    box.first[d] = tile.start[d];
+    box.extent[d] = tile.extent[d];
+    box.limit[d] = tile.extent[d];
+  }
+  return box;
+}
+
+// One tile of a group, from planes to planes. What does not fill a vector is copied first.
+template <class T>
+void correlate_planes(const PlanarArgs& args, const T* src, const T* weights, T* dst, i64 positions,
+                      i64* offsets, T* source, T* sums) {
+  constexpr i64 L = kLanes<T>;
+  const i64 terms = args.src_channels, channels = args.dst_channels, pitch = args.dst.stride[2];
+  const i64 whole = positions / L * L;
+  for (i64 c = 0; c < terms; ++c) offsets[c] = c * args.src.stride[2];
+  correlate<T>(src, offsets, terms, weights, channels, dst, whole / L, pitch);
+  const int rest = static_cast<int>(positions - whole);
+  if (rest == 0) return;
+  read_ends(src + whole, args.src.stride[2], terms, rest, source);
+  for (i64 c = 0; c < terms; ++c) offsets[c] = c * L;
+  correlate<T>(source, offsets, terms, weights, channels, sums, 1, L);
+  for (i64 k = 0; k < channels; ++k) {
+    store_raw_first<T, L>(dst + k * pitch + whole, load_raw<Vec<T>>(sums + k * L), rest);
+  }
+}
+
 template <class E>
 void correlate_tasks(const PlanarArgs& args, Control* control, void* scratch) {
   using T = typename E::Acc;
@@ -92,6 +131,8 @@ void correlate_tasks(const PlanarArgs& args, Control* control, void* scratch) {
     for (i64 i = 0; i < terms; ++i) furthest = most(furthest, stored_offsets[i]);
   }
   const Epilogue<T> epilogue(args);
+  const bool as_planes = !adds && stored_as_planes<E>(args);
+  const bool epilogue_follows = epilogue.scales || args.bias.data || args.activation != kNone;
 
   const i64 units = args.batch * tiles_of(args);
   const i64 tasks = ceil_div(args.groups, args.group_block) * units;
@@ -103,6 +144,23 @@ void correlate_tasks(const PlanarArgs& args, Control* control, void* scratch) {
     if (block != packed_block) {
       pack_weights<E>(args, tile, weights);
       packed_block = block;
+    }
+    if (as_planes) {
+      const auto* src = static_cast<const T*>(args.src.data) + first_of(args.src, tile);
+      auto* dst = static_cast<T*>(args.dst.data) + first_of(args.dst, tile);
+      const i64 positions = tile.extent[0] * tile.extent[1] * tile.extent[2];
+      for (i64 g = 0; g < tile.groups; ++g) {
+        correlate_planes<T>(args, src + g * args.src.stride[1], weights + g * weights_of_group,
+                            dst + g * args.dst.stride[1], positions, stored_offsets, source, sums);
+      }
+      if (epilogue_follows) {
+        Box box = result_of(args, tile, 0);
+        box.channel_pitch = args.dst.stride[2];
+        box.group_pitch = args.dst.stride[1];
+        write_box<E>(args.dst, args.accumulate, args.bias, epilogue, box,
+                     reinterpret_cast<const T*>(dst));
+      }
+      continue;
     }
     const i64 vectors = Planes::of<T>(args, tile.extent).vectors;
     Source<T> from{source, source_of_group, offsets};
@@ -117,24 +175,10 @@ void correlate_tasks(const PlanarArgs& args, Control* control, void* scratch) {
       read_source<E>(args, tile, full.plane, source);
     }
     for (i64 p = 0; p < args.dst_phases; ++p) {
-      Box box;
-      box.batch = tile.batch;
-      box.group = tile.group;
-      box.groups = tile.groups;
-      box.channels = args.dst_channels;
-      box.row_pitch = args.box[2];
-      box.slice_pitch = args.box[1] * args.box[2];
+      Box box = result_of(args, tile, p);
       box.channel_pitch = pitch;
       box.group_pitch = args.dst_channels * pitch;
       box.streams = streams;
-      for (int d = 0; d < 3; ++d) {
-        box.size[d] = args.dst_size[d];
-        box.step[d] = args.dst_step[d];
-        box.phase[d] = args.dst_phase[p * 3 + d];
-        box.first[d] = tile.start[d];
-        box.extent[d] = tile.extent[d];
-        box.limit[d] = tile.extent[d];
-      }
       const i64 first = args.first_tap[p] * args.src_channels;
       const i64 count = args.first_tap[p + 1] * args.src_channels - first;
       for (i64 g = 0; g < tile.groups; ++g) {

@@ -43,6 +43,24 @@ void finish_group(const PlanarArgs& args, const typename E::Acc* partials, i64 g
   }
 }
 
+// One tile of a group, of planes in place. What does not fill a vector is copied first.
+template <class T>
+void contract_planes(const PlanarArgs& args, const T* x, const T* y, i64 positions, i64* offsets,
+                     T* source, T* gradient, T* products) {
+  constexpr i64 L = kLanes<T>;
+  const i64 terms = args.src_channels, channels = args.dst_channels;
+  const i64 x_pitch = args.src.stride[2], y_pitch = args.dst.stride[2];
+  const i64 whole = positions / L * L;
+  for (i64 c = 0; c < terms; ++c) offsets[c] = c * x_pitch;
+  contract<T>(y, channels, y_pitch, x, offsets, terms, whole / L, products);
+  const int rest = static_cast<int>(positions - whole);
+  if (rest == 0) return;
+  read_ends(x + whole, x_pitch, terms, rest, source);
+  read_ends(y + whole, y_pitch, channels, rest, gradient);
+  for (i64 c = 0; c < terms; ++c) offsets[c] = c * L;
+  contract<T>(gradient, channels, L, source, offsets, terms, 1, products);
+}
+
 template <class E, class Result>
 void contract_tasks(const PlanarArgs& args, Control* control, void* scratch) {
   using T = typename E::Acc;
@@ -57,9 +75,12 @@ void contract_tasks(const PlanarArgs& args, Control* control, void* scratch) {
   T* source = arena.take<T>(args.group_block * source_of_group + kSlackVectors * L);
   T* gradient = arena.take<T>(args.group_block * args.dst_channels * pitch);
   T* partials = static_cast<T*>(args.workspace);
-  tap_offsets(args, plane, offsets);
-  fill_zero(source, args.group_block * source_of_group + kSlackVectors * L);
-  fill_zero(gradient, args.group_block * args.dst_channels * pitch);
+  const bool as_planes = stored_as_planes<E>(args);
+  if (!as_planes) {
+    tap_offsets(args, plane, offsets);
+    fill_zero(source, args.group_block * source_of_group + kSlackVectors * L);
+    fill_zero(gradient, args.group_block * args.dst_channels * pitch);
+  }
 
   const i64 units = args.batch * tiles_of(args);
   const i64 blocks = ceil_div(args.groups, args.group_block);
@@ -71,6 +92,16 @@ void contract_tasks(const PlanarArgs& args, Control* control, void* scratch) {
       const TileOrigin tile = tile_at(args, block, unit);
       T* products = partials + (split * args.groups + tile.group) * args.dst_channels * terms;
       if (unit == first) fill_zero(products, tile.groups * args.dst_channels * terms);
+      if (as_planes) {
+        const auto* x = static_cast<const T*>(args.src.data) + first_of(args.src, tile);
+        const auto* y = static_cast<const T*>(args.dst.data) + first_of(args.dst, tile);
+        for (i64 g = 0; g < tile.groups; ++g) {
+          contract_planes<T>(args, x + g * args.src.stride[1], y + g * args.dst.stride[1],
+                             tile.extent[0] * tile.extent[1] * tile.extent[2], offsets, source,
+                             gradient, products + g * args.dst_channels * terms);
+        }
+        continue;
+      }
       read_source<E>(args, tile, plane, source);
       Box box;
       box.batch = tile.batch;

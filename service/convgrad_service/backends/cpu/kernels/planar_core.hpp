@@ -91,21 +91,34 @@ void correlate_channels(const T* src, const i64* offset, i64 terms, const T* wei
                                 pitch);
 }
 
+// Vectors of positions, of all terms, that all channels read while they are in the L1 cache.
+template <class T>
+CONVGRAD_INLINE i64 vectors_at_once(i64 terms) {
+  constexpr i64 kWhole = 24;  // whole register blocks of any number of channels
+  const i64 fitting = 20 * 1024 / static_cast<i64>(sizeof(Vec<T>)) / least(terms, kTerms);
+  return fitting < kWhole ? most(fitting / 6 * 6, 6) : fitting / kWhole * kWhole;
+}
+
 // Computes all channels of one group. `weights` are packed as [register block][term][channel].
 template <class T>
 void correlate(const T* src, const i64* offset, i64 terms, const T* weights, i64 channels, T* sums,
                i64 vectors, i64 pitch) {
-  for (i64 k = 0; k < channels;) {
-    const int tile = tile_channels(channels - k);
-    const T* w = weights + k * terms;
-    T* out = sums + k * pitch;
-    if constexpr (kMostChannels == 8) {
-      if (tile == 8) correlate_channels<T, 8>(src, offset, terms, w, out, vectors, pitch);
+  const i64 at_once = channels > kMostChannels ? vectors_at_once<T>(terms) : vectors;
+  for (i64 v = 0; v < vectors; v += at_once) {
+    const i64 some = least(vectors - v, at_once);
+    const T* x = src + v * kLanes<T>;
+    for (i64 k = 0; k < channels;) {
+      const int tile = tile_channels(channels - k);
+      const T* w = weights + k * terms;
+      T* out = sums + k * pitch + v * kLanes<T>;
+      if constexpr (kMostChannels == 8) {
+        if (tile == 8) correlate_channels<T, 8>(x, offset, terms, w, out, some, pitch);
+      }
+      if (tile == 4) correlate_channels<T, 4>(x, offset, terms, w, out, some, pitch);
+      if (tile == 2) correlate_channels<T, 2>(x, offset, terms, w, out, some, pitch);
+      if (tile == 1) correlate_channels<T, 1>(x, offset, terms, w, out, some, pitch);
+      k += tile;
     }
-    if (tile == 4) correlate_channels<T, 4>(src, offset, terms, w, out, vectors, pitch);
-    if (tile == 2) correlate_channels<T, 2>(src, offset, terms, w, out, vectors, pitch);
-    if (tile == 1) correlate_channels<T, 1>(src, offset, terms, w, out, vectors, pitch);
-    k += tile;
   }
 }
 
@@ -124,14 +137,17 @@ CONVGRAD_INLINE void contract_tile(const T* y, i64 pitch, const T* x, const i64*
     for (int k = 0; k < KT; ++k) sum[k][j] = splat(T(0));
   }
   for (i64 v = 0; v < vectors; ++v) {
-    Vec<T> gradient[KT];
+    Vec<T> value[JT];
 #pragma clang loop unroll(full)
-    for (int k = 0; k < KT; ++k) gradient[k] = load_raw<Vec<T>>(y + k * pitch + v * L);
+    for (int j = 0; j < JT; ++j) value[j] = load_raw<Vec<T>>(source[j] + v * L);
 #pragma clang loop unroll(full)
-    for (int j = 0; j < JT; ++j) {
-      const Vec<T> value = load_raw<Vec<T>>(source[j] + v * L);
+    for (int k = 0; k < KT; ++k) {
+      const Vec<T> gradient = load_raw<Vec<T>>(y + k * pitch + v * L);
 #pragma clang loop unroll(full)
-      for (int k = 0; k < KT; ++k) sum[k][j] += gradient[k] * value;
+      for (int j = 0; j < JT; ++j) {
+        sum[k][j] += gradient * value[j];
+        pin(sum[k][j]);
+      }
     }
   }
 #pragma clang loop unroll(full)
@@ -141,10 +157,10 @@ CONVGRAD_INLINE void contract_tile(const T* y, i64 pitch, const T* x, const i64*
   }
 }
 
-// JT such that KT * JT accumulators and KT vectors of y fit the registers.
+// JT such that KT * JT accumulators, JT vectors of x and one of y fit the registers.
 constexpr int offsets_for(int channels) {
   constexpr bool many = kVectorRegisters == 32;
-  return channels == 8 ? 2 : channels == 4 ? (many ? 6 : 2) : channels == 2 ? (many ? 9 : 5) : 9;
+  return channels == 4 ? (many ? 6 : 3) : channels == 2 ? (many ? 9 : 4) : (many ? 9 : 7);
 }
 
 template <class T, int KT, int JT>
@@ -170,21 +186,29 @@ void contract_channels(const T* y, i64 pitch, const T* x, const i64* offset, i64
   contract_rest<T, KT, JT - 1>(terms - j, y, pitch, x, offset + j, vectors, products + j, stride);
 }
 
-// The same for all planes of y of one group and all offsets, a few vectors of positions at a time.
+// The same for all planes of y of one group and all offsets: a few at a time, whose planes share
+// few sets of the caches, and as many vectors of positions as stay in the L2 cache for them.
 template <class T>
 void contract(const T* y, i64 channels, i64 pitch, const T* x, const i64* offset, i64 terms,
               i64 vectors, T* products) {
-  constexpr i64 kVectors = 2 * kTerms;
-  for (; vectors > 0; vectors -= kVectors, y += kVectors * kLanes<T>, x += kVectors * kLanes<T>) {
-    const i64 some = least(vectors, kVectors);
-    for (i64 k = 0; k < channels;) {
-      const int tile = channels - k >= 4 ? 4 : tile_channels(channels - k);
-      const T* planes = y + k * pitch;
-      T* out = products + k * terms;
-      if (tile == 4) contract_channels<T, 4>(planes, pitch, x, offset, terms, some, out, terms);
-      if (tile == 2) contract_channels<T, 2>(planes, pitch, x, offset, terms, some, out, terms);
-      if (tile == 1) contract_channels<T, 1>(planes, pitch, x, offset, terms, some, out, terms);
-      k += tile;
+  constexpr i64 kOffsets = 30, kBytes = 96 * 1024;
+  const i64 fitting = kBytes / static_cast<i64>(sizeof(Vec<T>)) / least(terms, kOffsets);
+  const i64 at_once = least(fitting, 2 * kTerms);
+  for (i64 j = 0; j < terms; j += kOffsets) {
+    const i64 count = least(terms - j, kOffsets);
+    for (i64 v = 0; v < vectors; v += at_once) {
+      const i64 some = least(vectors - v, at_once);
+      const T* from = x + v * kLanes<T>;
+      for (i64 k = 0; k < channels;) {
+        const int tile = channels - k >= 4 ? 4 : tile_channels(channels - k);
+        const T* planes = y + k * pitch + v * kLanes<T>;
+        const i64* at = offset + j;
+        T* out = products + k * terms + j;
+        if (tile == 4) contract_channels<T, 4>(planes, pitch, from, at, count, some, out, terms);
+        if (tile == 2) contract_channels<T, 2>(planes, pitch, from, at, count, some, out, terms);
+        if (tile == 1) contract_channels<T, 1>(planes, pitch, from, at, count, some, out, terms);
+        k += tile;
+      }
     }
   }
 }

@@ -84,6 +84,42 @@ struct Planes {
   }
 };
 
+// Whether the layer has one tap, and a tile's positions are contiguous in the planes of both tensors,
+// which are read and written in place.
+template <class E>
+bool stored_as_planes(const PlanarArgs& args) {
+  if (sizeof(typename E::Storage) != sizeof(typename E::Acc)) return false;
+  if (args.taps != 1 || args.src_phases != 1 || args.dst_phases != 1) return false;
+  for (int d = 0; d < 3; ++d) {
+    if (args.src_step[d] != 1 || args.dst_step[d] != 1 || args.origin[d] != 0) return false;
+    if (args.box[d] != args.tile[d] || args.src_size[d] != args.dst_size[d]) return false;
+  }
+  const int64_t* size = args.dst_size;
+  const bool rows = args.tile[0] > 1 || args.tile[1] > 1;
+  if (rows && args.tile[2] != size[2]) return false;
+  if (args.tile[0] > 1 && args.tile[1] != size[1]) return false;
+  const auto contiguous = [&](const int64_t* stride) {
+    return stride[5] == 1 && (args.tile[1] == 1 || stride[4] == size[2]) &&
+           (args.tile[0] == 1 || stride[3] == size[1] * size[2]);
+  };
+  return contiguous(args.src.stride) && contiguous(args.dst.stride);
+}
+
+// The first element of a tile in such a tensor.
+CONVGRAD_INLINE i64 first_of(const View& view, const TileOrigin& tile) {
+  i64 at = tile.batch * view.stride[0] + tile.group * view.stride[1];
+  for (int d = 0; d < 3; ++d) at += tile.start[d] * view.stride[3 + d];
+  return at;
+}
+
+// Copies the last few positions of planes, fewer than a vector, and zeros after them.
+template <class T>
+CONVGRAD_INLINE void read_ends(const T* planes, i64 pitch, i64 channels, int positions, T* ends) {
+  for (i64 c = 0; c < channels; ++c) {
+    store_raw(ends + c * kLanes<T>, load_raw_first<T, kLanes<T>>(planes + c * pitch, positions));
+  }
+}
+
 // Writes offsets[c * taps + i] for the taps of each dst phase, consecutively.
 CONVGRAD_INLINE void tap_offsets(const PlanarArgs& args, i64 plane, i64* offsets) {
   for (i64 p = 0; p < args.dst_phases; ++p) {
