@@ -148,7 +148,11 @@ export function GroupedBars(props: { names: string[]; series: { label: string; v
     xs.map((x) => (x % slots === number ? (one.values[Math.floor(x / slots)] ?? null) : null)),
   );
   const longest = Math.max(...names.map((name) => name.length));
-  const crowded = (plot: uPlot) => plot.width < 90 + names.length * longest * 8;
+  // Names stand level where all have room, or else aslant; on a phone, many of them hang down.
+  const slant = (plot: uPlot) => {
+    const each = (plot.width - 90) / names.length;
+    return each > longest * 8 ? 0 : each > 30 ? -35 : -90;
+  };
   return (
     <Chart
       label={props.label}
@@ -156,14 +160,14 @@ export function GroupedBars(props: { names: string[]; series: { label: string; v
       of={JSON.stringify(props)}
       draw={(c) => ({
         options: {
-          padding: [8, (plot) => (crowded(plot) ? 60 : 0), 0, 0], // the last name reaches beyond its bars
+          padding: [8, (plot) => (slant(plot) === -35 ? 60 : 0), 0, 0], // the last name reaches beyond its bars
           scales: { x: { time: false, range: [-0.8, xs.length - 1 + 0.3] }, y: { range: (_u, _min, max) => [0, max * 1.05] } },
           axes: [
             {
               ...axis(c, "", (_, splits) => splits.map((x) => names[Math.floor(x / slots)] ?? "")),
-              size: (plot) => (crowded(plot) ? 90 : 34),
+              size: (plot) => ({ 0: 34, [-35]: 90, [-90]: 150 })[slant(plot)] ?? 90,
               splits: () => names.map((_, name) => name * slots + (series.length - 1) / 2),
-              rotate: (plot) => (crowded(plot) ? -35 : 0),
+              rotate: slant,
               grid: { show: false },
             },
             axis(c, "", texts(props.unit), 72),
