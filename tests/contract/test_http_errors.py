@@ -117,6 +117,11 @@ def test_malformed_json(live: LiveServer, name: str) -> None:
     assert refused(live, MALFORMED_JSON[name]) == "malformed-request"
 
 
+@pytest.mark.parametrize("body", [b"", b" \r\n"], ids=["nothing", "spaces"])
+def test_an_empty_body_is_called_empty(live: LiveServer, body: bytes) -> None:
+    assert live.post(body).json()["detail"] == "the body is empty; expected JSON"
+
+
 @pytest.mark.parametrize("name", INVALID_PROBLEM)
 def test_invalid_problems(live: LiveServer, name: str) -> None:
     # A size out of all proportion may be refused as such.

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from convgrad.wire import safetensors
+from tests.load.served import busy_s
 from tests.support.http_server import JSON, SAFETENSORS, serving_process
 from tests.support.tree_server import until
 
@@ -98,6 +99,11 @@ def test_health_does_not_wait_for_the_work(tmp_path: Path, work: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("work", "most_s"), [("computed", PROMISE_S), ("decoded", 2 * PROMISE_S)])
 def test_health_answers_at_once(tmp_path: Path, work: str, most_s: float) -> None:
+    before_s, began_s = busy_s(), time.monotonic()
+    time.sleep(1)
+    busy = (busy_s() - before_s) / (time.monotonic() - began_s) / (os.cpu_count() or 1)
+    if busy > 0.2:
+        pytest.skip(f"other processes use {busy:.0%} of this machine; see PROMISE_S")
     best_of_attempts(tmp_path, work, lambda p99_s, _: p99_s < most_s)
 
 

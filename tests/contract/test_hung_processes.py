@@ -65,7 +65,11 @@ def hung(server: TreeServer, name: str) -> int:
     return server.tree.hub.children.hung[name]
 
 
-@pytest.mark.parametrize("stops", [1, pytest.param(20, marks=pytest.mark.slow)])
+# Twenty starts of a worker take minutes on a busy machine.
+MANY = pytest.param(20, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])
+
+
+@pytest.mark.parametrize("stops", [1, MANY])
 def test_a_worker_that_is_stopped_under_load_costs_no_request(
     server: TreeServer, stops: int
 ) -> None:

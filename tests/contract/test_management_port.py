@@ -57,7 +57,9 @@ def test_the_platform_needs_neither_certificate_nor_key(
     # It is for nothing else.
     for path in ("/operations", "/v2", "/docs", "/openapi.json", "/tensors"):
         assert httpx.get(f"{url}{path}").status_code == 404, path
-    assert httpx.post(f"{url}/conv_fwd", json={}).status_code == 404
+    elsewhere = httpx.post(f"{url}/conv_fwd", json={})
+    assert elsewhere.status_code == 404
+    assert elsewhere.json()["detail"].endswith("; this port serves health and metrics only")
     monkeypatch.setenv("CONVGRAD_MANAGEMENT_PORT", url.rpartition(":")[2])
     monkeypatch.setenv("CONVGRAD_TLS_CLIENT_CA", "not looked at")
     assert probe([]) == probe(["--live"]) == 0

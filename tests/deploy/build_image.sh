@@ -44,11 +44,13 @@ for pair; do
     set -- "$@" --build-arg "$pair"
     shift
 done
-links=$(sed -n 's/^find-links = //p' "$folder/pip.conf")
+# What pip's configuration names on this host: constraints, folders of wheels, mirrors (root/simple, files beside it).
+for path in $(sed -n 's/^[a-z-]* = //p' "$folder/pip.conf" | tr ' ' '\n' | sed -n 's|^file://||; s|/simple/*$||; /^\//p'); do
+    [ ! -e "$path" ] || set -- "$@" -v "$path:$path:ro"
+done
 # shellcheck disable=SC2086
 bud bud -q $layers --isolation chroot --network host --format docker \
     -v "$folder/pip.conf:/etc/pip.conf:ro" -v /etc/ssl/certs:/etc/ssl/certs:ro \
-    ${links:+-v "$links:$links:ro"} \
     --build-arg PYTHON_IMAGE=localhost/python-base "$@" -t localhost/convgrad "$here"
 container=$(bud from --pull-never localhost/convgrad)
 rm -rf "$folder/root"

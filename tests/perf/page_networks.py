@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from tests.perf.network_tables import NAMES, network_sums
-from tests.perf.records import records
+from tests.perf.records import commits, records
 
 __all__ = ["OUT", "networks_json"]
 
@@ -15,14 +15,14 @@ OUT = Path(__file__).resolve().parents[2] / "service" / "ui" / "public" / "netwo
 
 def networks_json() -> str:
     """The times of both gradients of each network by batch, in ms, and where they were measured."""
-    row = records("networks")[-1]
+    rows = records("networks")
     sums = [
         {"network": NAMES[network], "batch": batch, **{k: round(v, 5) for k, v in times.items()}}
         for (network, batch), times in network_sums().items()
     ]
     sums.sort(key=lambda one: (one["batch"], one["network"]))
-    told = {name: row[name] for name in ("device", "peer", "dtype", "layout", "git_sha")}
-    return json.dumps({**told, "sums": sums}, indent=1) + "\n"
+    told = {name: rows[-1][name] for name in ("device", "peer", "dtype", "layout")}
+    return json.dumps({**told, "commits": commits(rows), "sums": sums}, indent=1) + "\n"
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Record", "records", "source", "source_line"]
+__all__ = ["Record", "commits", "records", "source", "source_line"]
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -31,5 +31,9 @@ def source(rows: list[Record], command: str, commits: str) -> str:
 
 def source_line(rows: list[Record], command: str) -> str:
     """The line below a table of medians: where its rows come from, and every commit of theirs."""
-    commits = dict.fromkeys(row["git_sha"][:7] for row in rows)
-    return f"{source(rows, command, ', '.join(commits))}; medians."
+    return f"{source(rows, command, ', '.join(commits(rows)))}; medians."
+
+
+def commits(rows: list[Record]) -> list[str]:
+    """Every commit at which one of the rows was measured, in the rows' order."""
+    return list(dict.fromkeys(row["git_sha"][:7] for row in rows))

@@ -137,10 +137,8 @@ def serving_process(directory: Path, environment: Mapping[str, str]) -> Iterator
         stdout=subprocess.DEVNULL,
     )
     try:
-        until = time.monotonic() + 60
         while not port_file.exists():
-            assert process.poll() is None
-            assert time.monotonic() < until
+            assert process.poll() is None  # how long it takes is bounded by pytest's timeout
             time.sleep(0.02)
         yield f"http://127.0.0.1:{port_file.read_text().strip()}", process.pid
         assert process.poll() is None, "the server died"

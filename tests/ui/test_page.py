@@ -184,11 +184,27 @@ def test_by_keyboard_alone(opened: Open) -> None:
 
 
 @pytest.mark.parametrize("view", VIEWS)
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_readable_by_everybody(opened: Open, view: str, scheme: str) -> None:
+def test_skipping_to_the_content_stays_in_the_view(opened: Open, view: str) -> None:
+    page = opened(view)
+    page.wait_for_selector("table")
+    title = page.inner_text("main h2")
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.textContent") == "Skip to the content"
+    page.keyboard.press("Enter")
+    page.wait_for_function("document.activeElement.id === 'main'")
+    assert page.evaluate("location.hash") == f"#{view}"
+    assert page.inner_text("main h2") == title
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize(
+    ("scheme", "width"), [("light", 1200), ("dark", 1200), ("light", 360)], ids=str
+)
+def test_readable_by_everybody(opened: Open, view: str, scheme: str, width: int) -> None:
     if not AXE.exists():
         pytest.skip("make test-ui installs axe-core")
-    page = opened(view, color_scheme=scheme, bypass_csp=True)
+    viewport = {"width": width, "height": 900}
+    page = opened(view, color_scheme=scheme, viewport=viewport, bypass_csp=True)
     page.wait_for_selector("table")
     page.add_script_tag(path=AXE)
     found = page.evaluate("async () => (await axe.run()).violations")

@@ -184,7 +184,7 @@ def _element_type(code: str, declared: DType | None, name: str) -> DType:
     if code.startswith(">"):
         raise MalformedRequest(f"{name}: the .npy file is big-endian; expected little-endian")
     # A code without a byte order, as some writers leave it out, means this machine's, as in NumPy.
-    dtype = _DTYPES.get("<" + code.lstrip("=<"))
+    dtype = _DTYPES.get("<" + code.lstrip("=<|"))
     if dtype is None:
         raise MalformedRequest(
             f"{name}: expected {', '.join(DType)}; the .npy file holds {_type_name(code)}"

@@ -54,6 +54,8 @@ def loads(
             f"{what} is not UTF-8: byte {position(error.start)} cannot be decoded"
         ) from None
     except json.JSONDecodeError as error:
+        if not error.doc.strip():
+            raise MalformedRequest(f"{what} is empty; expected JSON") from None
         raise MalformedRequest(
             f"{what} is not JSON: {error.msg} (at {position(error.pos)})"
         ) from None

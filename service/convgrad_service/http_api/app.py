@@ -157,16 +157,19 @@ def management_app(pipeline: Pipeline) -> FastAPI:
     app = ExchangeApp(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.pipeline = pipeline
     app.include_router(health_router(pipeline))
-    app.add_exception_handler(HTTPException, _answer_http_exception)
+    app.add_exception_handler(HTTPException, partial(_answer_http_exception, management=True))
     app.exchange = ExchangeMiddleware(partial(FastAPI.__call__, app), pipeline)
     return app
 
 
-async def _answer_http_exception(request: Request, error: Exception) -> Response:
+async def _answer_http_exception(
+    request: Request, error: Exception, *, management: bool = False
+) -> Response:
     """Convert Starlette's and FastAPI's own errors (404, 405), keeping their headers."""
     assert isinstance(error, HTTPException)  # noqa: S101 - registered for nothing else
     context = context_of(request.scope)
-    ours = from_http_exception(error, request.method, request.url.path)
+    path = request.url.path
+    ours = from_http_exception(error, request.method, path, management=management)
     context.code = ours.code
     status, headers, body = problem_details(ours, context.request_id)
     answer = Response(body, status)

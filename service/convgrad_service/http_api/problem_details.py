@@ -74,8 +74,12 @@ def internal(request_id: str) -> Internal:
     return Internal(f"an internal error; the server's log has it under request {request_id}")
 
 
-def from_http_exception(error: HTTPException, method: str, path: str) -> ServiceError:
+def from_http_exception(
+    error: HTTPException, method: str, path: str, *, management: bool = False
+) -> ServiceError:
     """Convert an error that Starlette or FastAPI raised, such as 404 and 405."""
+    if error.status_code == 404 and management:
+        return NotFound(f"no resource at {path[:200]!r}; this port serves health and metrics only")
     if error.status_code == 404:
         name = path.rstrip("/").rpartition("/")[2][:64]
         near = difflib.get_close_matches(name, OPERATIONS, n=1)

@@ -91,8 +91,12 @@ class ConvgradServer(uvicorn.Server):
         """Stop accepting connections, and close those that are open."""
         for source in self._sources:
             source.close()
-        for handshake in self._handshakes:
-            handshake.cancel()
+        if handshakes := set(self._handshakes):
+            for handshake in handshakes:
+                # Without TLS it takes no time, and if cancelled would leave its connection open.
+                if self.config.ssl is not None:
+                    handshake.cancel()
+            await asyncio.wait(handshakes)
         if tasks := self.server_state.tasks:
             # Late requests end as if their clients had gone: uvicorn would cancel them, and log
             # each with its traceback.

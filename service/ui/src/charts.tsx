@@ -122,8 +122,11 @@ export function DistributionChart(props: { samples: number[]; median: number }) 
       of={props.samples}
       draw={(c) => ({
         options: {
-          scales: { x: { time: false }, y: { range: (_u, _min, max) => [0, max * 1.05] } },
-          axes: [axis(c, "time of a call", texts(format.seconds), 46), axis(c, "samples", texts(String), 50)],
+          scales: { x: { time: false, range: [low, low + counts.length * width] }, y: { range: (_u, _min, max) => [0, max * 1.05] } },
+          axes: [
+            axis(c, "time of a call", texts(format.seconds), 46),
+            { ...axis(c, "samples", texts(String), 50), incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000] },
+          ],
           series: [
             { label: "time" },
             { label: "samples; the last bar contains all slower ones", fill: c.series[0]!, stroke: c.series[0]!, points: { show: false }, paths: uPlot.paths.bars!({ size: [0.9, 100] }) },
@@ -144,6 +147,12 @@ export function GroupedBars(props: { names: string[]; series: { label: string; v
   const data = series.map((one, number) =>
     xs.map((x) => (x % slots === number ? (one.values[Math.floor(x / slots)] ?? null) : null)),
   );
+  const longest = Math.max(...names.map((name) => name.length));
+  // Names stand level where all have room, or else aslant; on a phone, many of them hang down.
+  const slant = (plot: uPlot) => {
+    const each = (plot.width - 90) / names.length;
+    return each > longest * 8 ? 0 : each > 30 ? -35 : -90;
+  };
   return (
     <Chart
       label={props.label}
@@ -151,13 +160,14 @@ export function GroupedBars(props: { names: string[]; series: { label: string; v
       of={JSON.stringify(props)}
       draw={(c) => ({
         options: {
-          padding: [8, 60, 0, 0], // the last name reaches beyond its bars
+          padding: [8, (plot) => (slant(plot) === -35 ? 60 : 0), 0, 0], // the last name reaches beyond its bars
           scales: { x: { time: false, range: [-0.8, xs.length - 1 + 0.3] }, y: { range: (_u, _min, max) => [0, max * 1.05] } },
           axes: [
             {
-              ...axis(c, "", (_, splits) => splits.map((x) => names[Math.floor(x / slots)] ?? ""), 90),
+              ...axis(c, "", (_, splits) => splits.map((x) => names[Math.floor(x / slots)] ?? "")),
+              size: (plot) => ({ 0: 34, [-35]: 90, [-90]: 150 })[slant(plot)] ?? 90,
               splits: () => names.map((_, name) => name * slots + (series.length - 1) / 2),
-              rotate: -35,
+              rotate: slant,
               grid: { show: false },
             },
             axis(c, "", texts(props.unit), 72),

@@ -20,6 +20,8 @@ export const bytes = (value: number): string =>
 export const rate = (value: number): string =>
   scaled(value, [[1e12, "TB/s"], [1e9, "GB/s"], [1e6, "MB/s"], [1, "B/s"]]);
 
+export const count = (value: number): string => value.toLocaleString("en");
+
 export const shape = (sizes: number[]): string => sizes.join(" × ");
 
 export const plain = (value: number | string): string =>

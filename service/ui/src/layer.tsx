@@ -7,7 +7,7 @@ import * as format from "./format";
 import { Geometry, words as wordsOf } from "./geometry";
 import { TimePanel } from "./timing";
 import { VerifyPanel } from "./verify";
-import { Facts, Problem } from "./parts";
+import { Facts, Problem, Scroll } from "./parts";
 
 const FIRST = "mb8ic64ih28oc64oh28kh3ph1";
 const DTYPES = ["float32", "bfloat16", "float16", "float64"];
@@ -196,19 +196,21 @@ function PlanPanel(props: { answer: PlanAnswer }) {
         ]}
       />
       {plan.passed_over.length > 0 && (
-        <table>
-          <caption>Other kernels, and why the plan passed over them</caption>
-          <tbody>
-            {plan.passed_over.map((one) => (
-              <tr>
-                <th scope="row">
-                  <code>{one.kernel}</code>
-                </th>
-                <td>{one.reason}</td>
-              </tr>
-            ))}
-          </tbody>
-        </table>
+        <Scroll label="Other kernels">
+          <table>
+            <caption>Other kernels, and why the plan passed over them</caption>
+            <tbody>
+              {plan.passed_over.map((one) => (
+                <tr>
+                  <th scope="row">
+                    <code>{one.kernel}</code>
+                  </th>
+                  <td class="words">{one.reason}</td>
+                </tr>
+              ))}
+            </tbody>
+          </table>
+        </Scroll>
       )}
     </section>
   );

@@ -8,6 +8,7 @@ import { LayerView } from "./layer";
 import { NetworksView } from "./networks";
 import { ServerView } from "./server";
 import "./style.css";
+import "./charts.css";
 import { choose, useScheme } from "./theme";
 
 const VIEWS = { layer: "Layer", networks: "Networks", server: "Server" } as const;
@@ -15,7 +16,7 @@ type View = keyof typeof VIEWS;
 
 const viewOf = (hash: string): View => {
   const name = hash.replace(/^#/, "");
-  return name in VIEWS ? (name as View) : "layer";
+  return Object.hasOwn(VIEWS, name) ? (name as View) : "layer";
 };
 
 function Page() {
@@ -28,12 +29,23 @@ function Page() {
     addEventListener("hashchange", follow);
     return () => removeEventListener("hashchange", follow);
   }, []);
+  useEffect(() => {
+    document.title = `${VIEWS[view]} · convgrad`;
+  }, [view]);
   const refused = (error: unknown) => {
     if (error instanceof Refusal && error.status === 401) setAsked(true);
   };
   return (
     <>
-      <a class="skip" href="#main">
+      <a
+        class="skip"
+        href="#main"
+        onClick={(event) => {
+          // The fragment of the address is the view's name.
+          event.preventDefault();
+          document.getElementById("main")?.focus();
+        }}
+      >
         Skip to the content
       </a>
       <header>

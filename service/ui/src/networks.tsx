@@ -3,14 +3,14 @@
 import { useEffect, useState } from "preact/hooks";
 
 import { GroupedBars } from "./charts";
-import { Problem } from "./parts";
+import { Problem, Scroll } from "./parts";
 
 interface Networks {
   device: string;
   peer: string;
   dtype: string;
   layout: string;
-  git_sha: string;
+  commits: string[];
   sums: { network: string; batch: number; ours_ms: number; peer_ms: number; reference_ms: number }[];
 }
 
@@ -57,7 +57,7 @@ export function NetworksView() {
           { label: "roofline", values: rows.map((row) => row.reference_ms / row.peer_ms) },
         ]}
       />
-      <div class="scroll">
+      <Scroll label="Times of the networks">
         <table>
           <caption>Batch {shown}</caption>
           <thead>
@@ -65,8 +65,8 @@ export function NetworksView() {
               <th scope="col">network</th>
               <th scope="col">convgrad</th>
               <th scope="col">cuDNN</th>
-              <th scope="col">roofline</th>
               <th scope="col">speedup</th>
+              <th scope="col">roofline</th>
             </tr>
           </thead>
           <tbody>
@@ -75,14 +75,17 @@ export function NetworksView() {
                 <th scope="row">{row.network}</th>
                 <td>{milliseconds(row.ours_ms)}</td>
                 <td>{milliseconds(row.peer_ms)}</td>
+                <td>{(row.peer_ms / row.ours_ms).toFixed(2)}x</td>
                 <td>{milliseconds(row.reference_ms)}</td>
-                <td>{(row.peer_ms / row.ours_ms).toFixed(2)}</td>
               </tr>
             ))}
           </tbody>
         </table>
-      </div>
-      <p class="quiet">Measured at commit {networks.git_sha}.</p>
+      </Scroll>
+      <p class="quiet">
+        Measured at {networks.commits.join(", ")}. A network is left out if one of its layers was not measured at
+        this batch.
+      </p>
     </section>
   );
 }

@@ -1,6 +1,7 @@
 /** Parts that several views share. */
 
 import type { ComponentChildren } from "preact";
+import { useEffect, useRef, useState } from "preact/hooks";
 
 import { Refusal } from "./api";
 
@@ -14,6 +15,25 @@ export function Facts(props: { facts: [string, ComponentChildren][] }) {
         </div>
       ))}
     </dl>
+  );
+}
+
+/** Scrolls what is too wide for the page, by keyboard too. */
+export function Scroll(props: { label: string; children: ComponentChildren }) {
+  const place = useRef<HTMLDivElement>(null);
+  const [scrolls, setScrolls] = useState(false);
+  useEffect(() => {
+    const element = place.current;
+    if (!element) return;
+    const watch = new ResizeObserver(() => setScrolls(element.scrollWidth > element.clientWidth));
+    for (const watched of [element, ...element.children]) watch.observe(watched);
+    return () => watch.disconnect();
+  }, []);
+  const stop = scrolls ? { tabIndex: 0, role: "region" as const, "aria-label": props.label } : {};
+  return (
+    <div class="scroll" ref={place} {...stop}>
+      {props.children}
+    </div>
   );
 }
 

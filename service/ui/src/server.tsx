@@ -4,7 +4,7 @@ import { useEffect, useState } from "preact/hooks";
 
 import { getJson, getText } from "./api";
 import * as format from "./format";
-import { Facts, Problem } from "./parts";
+import { Facts, Problem, Scroll } from "./parts";
 
 interface Sample {
   name: string;
@@ -17,6 +17,14 @@ interface Stored {
   shape: number[];
   dtype: string;
   size_bytes?: number;
+}
+
+interface Answered {
+  operation?: string;
+  transport?: string;
+  code?: string;
+  count: number;
+  mean: number;
 }
 
 interface State {
@@ -82,12 +90,12 @@ function Shown(props: { state: State }) {
   const sum = (name: string) =>
     samples.filter((one) => one.name === name).reduce((total, one) => total + one.value, 0);
   const labelled = (name: string) => samples.filter((one) => one.name === name);
-  const requests = labelled("convgrad_request_seconds_count")
+  const requests: Answered[] = labelled("convgrad_request_seconds_count")
     .filter((one) => one.value > 0)
     .map((one) => {
       const same = (other: Sample) => JSON.stringify(other.labels) === JSON.stringify(one.labels);
       const seconds = labelled("convgrad_request_seconds_sum").find(same)?.value ?? 0;
-      return { labels: Object.values(one.labels).join(", "), count: one.value, mean: seconds / one.value };
+      return { ...one.labels, count: one.value, mean: seconds / one.value };
     });
   return (
     <>
@@ -101,7 +109,7 @@ function Shown(props: { state: State }) {
           ["resident memory", format.bytes(sum("process_resident_memory_bytes"))],
         ]}
       />
-      <div class="scroll">
+      <Scroll label="Devices, requests and stored tensors">
         <table>
           <caption>Devices</caption>
           <thead>
@@ -136,17 +144,21 @@ function Shown(props: { state: State }) {
           <caption>Requests</caption>
           <thead>
             <tr>
-              <th scope="col">request</th>
-              <th scope="col">answered</th>
+              <th scope="col">operation</th>
+              <th scope="col">requests</th>
               <th scope="col">mean</th>
+              <th scope="col">outcome</th>
+              <th scope="col">transport</th>
             </tr>
           </thead>
           <tbody>
             {requests.map((one) => (
               <tr>
-                <th scope="row">{one.labels}</th>
-                <td>{one.count}</td>
+                <th scope="row">{one.operation}</th>
+                <td>{format.count(one.count)}</td>
                 <td>{format.seconds(one.mean)}</td>
+                <td>{one.code}</td>
+                <td>{one.transport}</td>
               </tr>
             ))}
           </tbody>
@@ -164,7 +176,7 @@ function Shown(props: { state: State }) {
             ))}
           </tbody>
         </table>
-      </div>
+      </Scroll>
     </>
   );
 }

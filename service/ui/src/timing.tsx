@@ -6,7 +6,7 @@ import { time, type TimeAnswer, type Timing } from "./api";
 import { DistributionChart, RooflineChart } from "./charts";
 import * as format from "./format";
 import type { Question } from "./layer";
-import { Again, Problem } from "./parts";
+import { Again, Problem, Scroll } from "./parts";
 
 const KINDS = { warm: "warm cache", cold: "cold cache", back_to_back: "back to back" } as const;
 
@@ -85,7 +85,7 @@ function Times(props: { answer: TimeAnswer }) {
   }
   return (
     <>
-      <div class="scroll">
+      <Scroll label="Times">
         <table>
           <caption>
             Roofline: {format.seconds(reference.seconds)} ({reference.source})
@@ -126,7 +126,7 @@ function Times(props: { answer: TimeAnswer }) {
             ))}
           </tbody>
         </table>
-      </div>
+      </Scroll>
       {shown && (
         <div class="charts">
           <figure>
@@ -145,7 +145,7 @@ function Times(props: { answer: TimeAnswer }) {
         </div>
       )}
       {answer.candidates.length > 0 && (
-        <div class="scroll">
+        <Scroll label="Candidates">
           <table>
             <caption>Candidates</caption>
             <thead>
@@ -164,12 +164,12 @@ function Times(props: { answer: TimeAnswer }) {
                   </th>
                   <td>{one.predicted_s === null ? "–" : format.seconds(one.predicted_s)}</td>
                   <td>{one.measured_s === null ? "–" : format.seconds(one.measured_s)}</td>
-                  <td>{one.chosen ? "chosen" : one.reason}</td>
+                  <td class="words">{one.chosen ? "chosen" : one.reason}</td>
                 </tr>
               ))}
             </tbody>
           </table>
-        </div>
+        </Scroll>
       )}
       <Again command={answer.again.command} />
     </>

@@ -144,11 +144,11 @@ function Output(props: {
   const { name, output } = props;
   const { worst } = output;
   const facts: [string, string][] = [
-    ["elements", `${output.elements}, of which ${output.exceeding} exceed their bound`],
+    ["elements", `${format.count(output.elements)}, of which ${format.count(output.exceeding)} exceed their bound`],
     ["exact gate", outcome(output.exact, "every bit is equal", "some bits differ")],
     ["bits", `${same(output.bits.equal_to_ours)}, digest ${output.bits.digest}`],
   ];
-  if (output.ulps) facts.push(["largest distance", `${output.ulps.max} ULP from the rounded reference`]);
+  if (output.ulps) facts.push(["largest distance", `${format.count(output.ulps.max)} ULP from the rounded reference`]);
   if (props.adjoint) facts.push(["adjointness", outcome(props.adjoint, "holds", "does not hold")]);
   if (worst) {
     facts.push([
@@ -196,10 +196,10 @@ function Shares(props: { output: OutputReport }) {
         {rows.map(({ count, low, high }) => (
           <tr class={(low ?? 0) >= 1 ? "wrong" : ""}>
             <th scope="row">
-              {low === undefined ? "0" : high === undefined ? `> ${format.plain(low)}` : `≤ ${format.plain(high)}`}
+              {low === undefined ? "0" : high === undefined ? `> ${low}` : `≤ ${Number(high.toPrecision(3))}`}
             </th>
             <td>
-              <span class="bar" style={{ width: `${(60 * Math.log1p(count)) / most}%` }} /> {count}
+              <span class="bar" style={{ width: `${(60 * Math.log1p(count)) / most}%` }} /> {format.count(count)}
             </td>
           </tr>
         ))}

@@ -114,6 +114,7 @@ def test_bfloat16_round_trip_through_numpy() -> None:
         "{ 'descr':'=f8' ,'fortran_order':False,'shape':( 3, ) , }",
         "{'descr': '<f8', 'fortran_order': True, 'shape': (3,), }",
         "{'descr': 'f8', 'fortran_order': False, 'shape': (3,), }",
+        "{'descr': '|f8', 'fortran_order': False, 'shape': (3,), }",
     ],
 )
 @pytest.mark.parametrize("version", [1, 2, 3])
