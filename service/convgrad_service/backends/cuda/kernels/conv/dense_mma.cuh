@@ -9,6 +9,7 @@
 #pragma once
 
 #include "core/epilogue.cuh"
+#include "core/fragments.cuh"
 #include "core/operand_scaling.cuh"
 #include "core/split_tf32.cuh"
 
@@ -99,15 +100,6 @@ template <class T, class Tile, bool kSplit, int kCount>
 __device__ __forceinline__ void load_a(u32 (&to)[kCount][4], u32 from, int step) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) load_fragment<T, Tile, true, kSplit>(to[i], from, i, step);
-}
-
-// Two consecutive results, rounded.
-template <class T>
-__device__ __forceinline__ void store_two(T* to, float first, float second) {
-  *reinterpret_cast<u32*>(to) = narrow_x2<T>(first, second);
-}
-__device__ __forceinline__ void store_two(float* to, float first, float second) {
-  *reinterpret_cast<float2*>(to) = make_float2(first, second);
 }
 
 // The mainloop of a block over `tiles` k-tiles, with a pipeline of kStages in shared memory. Copies

@@ -267,11 +267,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
           const float first = sum[i][j][half * 2], second = sum[i][j][half * 2 + 1];
           if (column >= columns) continue;
           if (args.splits > 1) {
-            store_two(partials + row + column, first, second);
+            store_pair(partials + row + column, first, second);
           } else if (args.wide_result) {
-            store_two(static_cast<float*>(args.w) + row + column, first, second);
+            store_pair(static_cast<float*>(args.w) + row + column, first, second);
           } else {
-            store_two(static_cast<T*>(args.w) + row + column, first, second);
+            store_pair(static_cast<T*>(args.w) + row + column, first, second);
           }
         }
       }
@@ -304,8 +304,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     for (int j = 0; j < kColumnPairs * 2; ++j) {
       float* const to = slab + (warp_row / WM * 16 + lane / 4) * kSlabPitch + warp_column + j * 8 +
                         lane % 4 * 2;
-      store_two(to, sum[part][j][0], sum[part][j][1]);
-      store_two(to + 8 * kSlabPitch, sum[part][j][2], sum[part][j][3]);
+      store_pair(to, sum[part][j][0], sum[part][j][1]);
+      store_pair(to + 8 * kSlabPitch, sum[part][j][2], sum[part][j][3]);
     }
     __syncthreads();
     // Row r of the staging tile holds row r / 16 * WM + part * 16 + r % 16 of the tile.

@@ -147,7 +147,7 @@ __device__ __forceinline__ int ordered_mainloop(const HopperGatherArgs& args, co
     if constexpr (mmas.value < kMmasK) {
       // Cleared accumulators may reach this loop: without a wait, ptxas would serialize all wgmmas.
       wgmma_wait<0>();
-      fence_sums(accum);
+      fence_accumulators(accum);
     }
 #pragma unroll 1
     for (; i < end; ++i) {

@@ -32,11 +32,7 @@ __device__ __forceinline__ void transpose(u32 block, const float (&accum)[kFragm
 #pragma unroll
     for (int j = 0; j < kOf && first + j < kFragmentsN; j += 2) {
       const u32 to = plane_at<T>(block, (j + lane / 16) * 8 + lane % 8, pixel);
-      const u32 words[4] = {narrow_x2<T>(accum[first + j][0], accum[first + j][1]),
-                            narrow_x2<T>(accum[first + j][2], accum[first + j][3]),
-                            narrow_x2<T>(accum[first + j + 1][0], accum[first + j + 1][1]),
-                            narrow_x2<T>(accum[first + j + 1][2], accum[first + j + 1][3])};
-      stmatrix_trans(to, words);
+      store_fragments<T, true>(to, accum[first + j], accum[first + j + 1]);
     }
   } else {
     const int pixel = warp * 16 + lane / 4;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "conv/hopper_gather_copies.cuh"
+#include "core/fragments.cuh"
 #include "ptx/warpgroup.cuh"
 
 #if !SINGLE
@@ -57,26 +58,10 @@ __device__ __forceinline__ void release_stage(const SharedLayout& smem, int stag
   }
 }
 
-__device__ __forceinline__ void clear(Sums& accum) {
-#pragma unroll
-  for (int part = 0; part < kMmasM; ++part) {
-#pragma unroll
-    for (int j = 0; j < kFragmentsN; ++j) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) accum[part][j][e] = 0.0f;
-    }
-  }
-}
-
-__device__ __forceinline__ void fence_sums(Sums& accum) {
-#pragma unroll
-  for (int part = 0; part < kMmasM; ++part) fence_accumulators(accum[part]);
-}
-
 // Waits for a tile's last products, which read stage `last`, or none if that is negative.
 __device__ __forceinline__ void end_mainloop(const SharedLayout& smem, int last, Sums& accum) {
   wgmma_wait<0>();
-  fence_sums(accum);
+  fence_accumulators(accum);
   if (last >= 0) release_stage(smem, last);
 }
 

@@ -3,6 +3,7 @@
 
 #include "ptx/load_store.cuh"
 #include "conv/hopper_gather.cuh"
+#include "core/staging.cuh"
 #include "core/vectors.cuh"
 #include "ptx/warpgroup.cuh"
 

@@ -27,17 +27,6 @@
 namespace convgrad {
 namespace {
 
-__device__ __forceinline__ void clear(Accumulators& accum) {
-#pragma unroll
-  for (int i = 0; i < kMmasM; ++i) {
-#pragma unroll
-    for (int j = 0; j < kFragmentsN; ++j) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) accum[i][j][e] = 0.0f;
-    }
-  }
-}
-
 // Issues a k-tile's wgmmas, of one tap; `rows` are this warpgroup's.
 __device__ __forceinline__ void issue_k_tile(Accumulators& accum, u32 rows, u32 weights, int add) {
 #pragma unroll
@@ -98,8 +87,7 @@ __device__ __forceinline__ void mainloop(const HopperGatherArgs& args, const Sha
     state.advance(smem.stages);
   }
   wgmma_wait<0>();
-#pragma unroll
-  for (int part = 0; part < kMmasM; ++part) fence_accumulators(accum[part]);
+  fence_accumulators(accum);
 #endif
 }
 

@@ -115,24 +115,6 @@ __device__ __forceinline__ void change_sums(float (&sum)[kFragments][4], const f
   }
 }
 
-// Writes a part of a warpgroup's results to the staging buffer of TMA stores, as rows of pixels.
-__device__ __forceinline__ void stage_sums(const float (&sum)[kFragments][4], u32 staging) {
-  const int lane = threadIdx.x & 31, warp = threadIdx.x / 32 % 4, row = lane & 7;
-  const u32 to = staging + row * 128 + (((warp * 2 + (lane >> 3 & 1)) ^ row) << 4);
-#pragma unroll
-  for (int j = 0; j + 1 < kFragments; j += 2) {
-    const u32 words[4] = {
-        narrow_x2<T>(sum[j][0], sum[j][1]), narrow_x2<T>(sum[j][2], sum[j][3]),
-        narrow_x2<T>(sum[j + 1][0], sum[j + 1][1]), narrow_x2<T>(sum[j + 1][2], sum[j + 1][3])};
-    stmatrix_trans(to + (j + (lane >> 4)) * 1024, words);
-  }
-  if constexpr (kFragments % 2 != 0) {
-    constexpr int j = kFragments - 1;
-    const u32 words[2] = {narrow_x2<T>(sum[j][0], sum[j][1]), narrow_x2<T>(sum[j][2], sum[j][3])};
-    stmatrix_trans(to + j * 1024, words);
-  }
-}
-
 __device__ __forceinline__ void consume(const HopperSeparableArgs& args, const Place& place,
                                         int group) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x / 32 % 4;
@@ -190,8 +172,7 @@ __device__ __forceinline__ void consume(const HopperSeparableArgs& args, const P
     }
     const ItemAt at(args, item);
     wgmma_wait<0>();
-#pragma unroll
-    for (int part = 0; part < kParts; ++part) fence_accumulators(sums[part]);
+    fence_accumulators(sums);
     release();
     __syncwarp();
 #pragma unroll
@@ -214,7 +195,7 @@ __device__ __forceinline__ void consume(const HopperSeparableArgs& args, const P
       }
       if (first) tma_store_wait_read<0>();  // the previous staged part
       named_barrier_sync(1 + group, 128);
-      stage_sums(sums[part], staging);
+      stage_columns<T, kFragments>(staging, sums[part], 0);
       fence_proxy_async();
       named_barrier_sync(1 + group, 128);
       if (first) {

@@ -4,6 +4,7 @@
 
 #include "core/divider.cuh"
 #include "core/epilogue.cuh"
+#include "core/staging.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/warpgroup.cuh"
 
