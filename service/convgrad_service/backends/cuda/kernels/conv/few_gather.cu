@@ -163,12 +163,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
     for (int c = 0; c < CHANNELS; ++c) {
       if (c >= args.result_channels) break;
       const i64 element = to[i] + c * args.result_stride[1];
-      const T* accumulate = static_cast<const T*>(args.accumulate);
-      if (accumulate != nullptr) accumulate += element;
-      const T* bias = static_cast<const T*>(args.bias);
-      if (bias != nullptr) bias += c;
-      static_cast<T*>(args.result)[element] = narrow<T>(
-          finish<T, float>(sum[i][c], args.alpha, args.beta, accumulate, bias, args.activation));
+      static_cast<T*>(args.result)[element] = narrow<T>(finish_at<T>(args, sum[i][c], element, c));
     }
   }
 }

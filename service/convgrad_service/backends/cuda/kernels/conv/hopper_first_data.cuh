@@ -95,12 +95,7 @@ __device__ inline void put_one(const HopperFirstDataArgs& args, const Share& sha
   if (b >= args.stride[2] || w_at >= args.x_size[2]) return;
   const i64 at = share.n * args.x_stride[0] + share.d * args.x_stride[3] + h * args.x_stride[4] +
                  w_at * args.x_stride[5] + c * args.x_stride[2];
-  const T* accumulate = static_cast<const T*>(args.accumulate);
-  if (accumulate != nullptr) accumulate += at;
-  const T* bias = static_cast<const T*>(args.bias);
-  if (bias != nullptr) bias += c;
-  static_cast<T*>(args.x)[at] = narrow<T>(
-      finish<T, float>(value, args.alpha, args.beta, accumulate, bias, args.activation));
+  static_cast<T*>(args.x)[at] = narrow<T>(finish_at<T>(args, value, at, c));
 }
 
 using FirstElement = ELEMENT;

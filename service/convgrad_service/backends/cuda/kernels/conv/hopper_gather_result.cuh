@@ -204,14 +204,6 @@ struct Results {
     return staging_rows + row * 128 + (column / 4 ^ (row & 7)) * 16 + column % 4 * 4;
   }
 
-  __device__ __forceinline__ float finished(float value, i64 at, int channel) const {
-    const T* const accumulate = static_cast<const T*>(args.accumulate);
-    const T* const bias = static_cast<const T*>(args.bias);
-    return finish<T, float>(value, args.alpha, args.beta,
-                            accumulate == nullptr ? nullptr : accumulate + at,
-                            bias == nullptr ? nullptr : bias + channel, args.activation);
-  }
-
   __device__ __forceinline__ void store_chunks(u32 staging_rows, int in_part, int channel) const {
     using Chunk = Vector<T, kChunk>;
     constexpr int kOfRow = 32 / kChunk;
@@ -252,10 +244,9 @@ struct Results {
       const i64 at = row_start + (channel + column) * args.y_stride[2];
       if (row_start < 0 || channel + column >= end_channel) continue;
       const float value = __uint_as_float(ld_shared_u32(staging_address(staging_rows, row, column)));
-      static_cast<T*>(args.y)[at] = narrow<T>(finished(value, at, channel + column));
+      static_cast<T*>(args.y)[at] = narrow<T>(finish_at<T>(args, value, at, channel + column));
     }
   }
-
 
   // Finishes and stores eight sums of a pixel, channels `channel` on, of which the first lies at `at`.
   __device__ __forceinline__ void store_eight(i64 at, int channel, const float (&sums)[8]) const {
@@ -268,7 +259,7 @@ struct Results {
 #pragma unroll
         for (int e = 0; e < kChunk; ++e) {
           const float sum = sums[first + e];
-          chunk.at[e] = narrow<T>(args.plain ? sum : finished(sum, at + first + e, channel + first + e));
+          chunk.at[e] = narrow<T>(args.plain ? sum : finish_at<T>(args, sum, at + first + e, channel + first + e));
         }
         chunk.store(static_cast<T*>(args.y) + at + first);
       }
@@ -278,7 +269,7 @@ struct Results {
     for (int e = 0; e < 8; ++e) {
       if (channel + e >= end_channel) return;
       const i64 here = at + e * args.y_stride[2];
-      static_cast<T*>(args.y)[here] = narrow<T>(finished(sums[e], here, channel + e));
+      static_cast<T*>(args.y)[here] = narrow<T>(finish_at<T>(args, sums[e], here, channel + e));
     }
   }
 };
