@@ -75,7 +75,7 @@ __device__ __forceinline__ void store_planes(const Results<T, kMmasM, kFragments
   for (int part = 0; part < kMmasM; ++part) {
     const int at = to.first_pixel + part * 64 + pixel;
     const bool there = at < to.phase.pixels;
-    T* const y = static_cast<T*>(args.y) + (there ? to.result_at(pixel_at(to.phase, at)) : 0) +
+    T* const y = static_cast<T*>(args.y) + (there ? result_at(args, to.phase, pixel_at(to.phase, at)) : 0) +
                  to.first_channel * step;
 #pragma unroll
     for (int j = 0; j < kBlocks; ++j) {

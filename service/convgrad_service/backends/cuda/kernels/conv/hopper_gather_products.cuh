@@ -9,10 +9,6 @@
 namespace convgrad {
 namespace {
 
-constexpr Major kWeights = ACROSS ? kMajorMn : kMajorK;
-// A warpgroup's accumulators.
-using Sums = float[kMmasM][kFragmentsN][4];
-
 template <int kValue>
 struct Count {
   enum : int { value = kValue };
@@ -31,23 +27,6 @@ __device__ __forceinline__ void for_k_tiles(const HopperGatherArgs& args, int st
   if (last == 3) run(Count<3>{}, steps);
 }
 
-// Issues the first kMmas wgmmas along K of one k-tile, of one tap.
-template <int kMmas>
-__device__ __forceinline__ void issue_k_tile(Sums& accum, u32 rows, u32 weights, int add) {
-  auto one = [&](int i, int adds) {
-    const u64 b =
-        ACROSS ? advance_descriptor(mn_major_descriptor<128>(weights, kBoxBytes), i * kMmaK * kRowBytes)
-               : advance_descriptor(k_major_descriptor<128>(weights), i * 32);
-#pragma unroll
-    for (int part = 0; part < kMmasM; ++part) {
-      const u64 a = advance_descriptor(k_major_descriptor<128>(rows + part * 64 * kRowBytes), i * 32);
-      wgmma<T, kMajorK, kWeights>(accum[part], a, b, adds);
-    }
-  };
-#pragma unroll
-  for (int i = 0; i < kMmas; ++i) one(i, i > 0 ? 1 : add);
-}
-
 // Each warp signals that its warpgroup's wgmmas have read a stage.
 __device__ __forceinline__ void release_stage(const SharedLayout& smem, int stage) {
   const int lane = threadIdx.x & 31;
@@ -59,7 +38,7 @@ __device__ __forceinline__ void release_stage(const SharedLayout& smem, int stag
 }
 
 // Waits for a tile's last products, which read stage `last`, or none if that is negative.
-__device__ __forceinline__ void end_mainloop(const SharedLayout& smem, int last, Sums& accum) {
+__device__ __forceinline__ void end_mainloop(const SharedLayout& smem, int last, Accumulators& accum) {
   wgmma_wait<0>();
   fence_accumulators(accum);
   if (last >= 0) release_stage(smem, last);

@@ -12,7 +12,19 @@ namespace convgrad {
 // Staging buffer per warp: 16 rows of 128 bytes.
 constexpr u32 kWarpStagingBytes = 16 * 128, kStagingBytes = 4 * kWarpStagingBytes;
 
-// The results of a warpgroup: kParts * 64 pixels x kFragments * 8 channels, in wgmma's accumulator layout.
+// Element offset of a pixel's channel 0 in the result.
+__device__ __forceinline__ i64 result_at(const HopperGatherArgs& args, const GatherPhase& phase,
+                                         const PixelAt& pixel) {
+  i64 at = image(pixel, args.images_first) * args.y_stride[0];
+#pragma unroll
+  for (int d = 0; d < 3; ++d) {
+    const int m = position(pixel, d, args.images_first);
+    at += (phase.axis[d].y0 + m * args.y_step[d]) * args.y_stride[3 + d];
+  }
+  return at;
+}
+
+// The results of a warpgroup: kMmasM * 64 pixels x kFragmentsN * 8 channels, in wgmma's accumulator layout.
 template <class T, int kMmasM, int kFragmentsN>
 struct Results {
   static constexpr int kChunk = 16 / static_cast<int>(sizeof(T));
@@ -39,7 +51,7 @@ struct Results {
     static_assert(kMmasM <= 2, "a lane for each of a warp's rows");
     const int pixel = first_pixel + lane / 16 % kMmasM * 64 + warp * 16 + lane % 16;
     const PixelAt found = pixel_at(phase, pixel);
-    row_at = pixel < phase.pixels && is_result(phase, found) ? result_at(found) : -1;
+    row_at = pixel < phase.pixels && is_result(phase, found) ? result_at(args, phase, found) : -1;
   }
 
   // Element offset of channel 0 of one of the warp's 16 rows; negative past the last pixel.
@@ -60,17 +72,6 @@ struct Results {
     } else {
       store_finished(accum);
     }
-  }
-
-  // Element offset of a pixel's channel 0.
-  __device__ __forceinline__ i64 result_at(const PixelAt& pixel) const {
-    i64 at = image(pixel, args.images_first) * args.y_stride[0];
-#pragma unroll
-    for (int d = 0; d < 3; ++d) {
-      const int m = position(pixel, d, args.images_first);
-      at += (phase.axis[d].y0 + m * args.y_step[d]) * args.y_stride[3 + d];
-    }
-    return at;
   }
 
   // Plain results, rounded, in rows of 128 bytes: through the warp's staging buffer, so that eight lanes store a

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "conv/hopper_weight_result.cuh"
+#include "core/partial_sums.cuh"
 #include "ptx/warpgroup.cuh"
 
 namespace convgrad {
@@ -85,7 +86,7 @@ struct ClusterReduction {
 #pragma unroll
         for (int v = 0; v < 4; ++v) {
           const float4 four = sums[from * 512 + v * 128 + lane];
-          sum[v].x += four.x, sum[v].y += four.y, sum[v].z += four.z, sum[v].w += four.w;
+          convgrad::add(sum[v], four);
         }
       }
       if (of.shares > 1) {

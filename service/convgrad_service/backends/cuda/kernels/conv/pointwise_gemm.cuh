@@ -85,11 +85,7 @@ struct GemmOperand {
   template <bool kMulticast, int kDims>
   __device__ __forceinline__ static void box(u32 to_blocks, u32 to, const TensorMap& map, u32 barrier,
                                              const int (&at)[kDims]) {
-    if constexpr (kMulticast) {
-      tma_load_multicast<kDims>(to_blocks, to, map, barrier, at);
-    } else {
-      tma_load<kDims>(to, map, barrier, at);
-    }
+    tma_load_multicast<kDims, kMulticast>(to_blocks, to, map, barrier, at);
   }
   // The descriptor for wgmma `i` of a k-tile, from row `first` of the tile on (MN-major: a multiple of 64).
   __device__ __forceinline__ static u64 descriptor(u32 stage, int first, int i) {

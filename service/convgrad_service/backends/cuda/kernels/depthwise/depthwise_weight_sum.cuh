@@ -9,10 +9,6 @@
 
 namespace convgrad {
 
-__device__ __forceinline__ void add(float4& sum, const float4& more) {
-  sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
-}
-
 template <int kThreads>
 class BlockSums {
  public:
