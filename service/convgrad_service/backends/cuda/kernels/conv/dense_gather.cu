@@ -42,7 +42,7 @@ constexpr int kRowChunks = BK / kChunk;
 constexpr int kSteps = BK * static_cast<int>(sizeof(ELEMENT)) / 32;
 
 using TileA = Tile<ELEMENT, BM, BK, false>;
-using TileB = Choose<ACROSS, Tile<ELEMENT, BK, BN, true>, Tile<ELEMENT, BN, BK, false>>::type;
+using TileB = Conditional<ACROSS, Tile<ELEMENT, BK, BN, true>, Tile<ELEMENT, BN, BK, false>>::type;
 constexpr int kRingBytes = STAGES * (TileA::kBytes + TileB::kBytes);
 // The staging tile of the epilogue reuses the pipeline's shared memory.
 using Sums = FinishedSums<BM, BN>;

@@ -15,15 +15,6 @@
 
 namespace convgrad {
 
-template <bool kYes, class A, class B>
-struct Choose {
-  using type = A;
-};
-template <class A, class B>
-struct Choose<false, A, B> {
-  using type = B;
-};
-
 // The swizzled position of a chunk in its row. One chunk of eight consecutive rows, as ldmatrix
 // reads it, is in eight different 16-byte banks; so are the four rows x two chunks that a
 // transposing load of 32-bit elements reads.

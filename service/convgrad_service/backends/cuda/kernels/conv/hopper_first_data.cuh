@@ -118,11 +118,6 @@ constexpr int kLoaders = kSplit ? 128 : 32;  // producer threads; a warpgroup, t
 // Two warpgroups, unless accumulators of two such blocks would not fit into the registers.
 constexpr int kMostThreads = (kEights == 1 ? 256 : 128) + kLoaders;
 
-template <int kValue>
-struct Count {
-  static constexpr int value = kValue;
-};
-
 // The swizzled offset of a 16-byte chunk of a row.
 __device__ __forceinline__ u32 chunk_at(u32 row, u32 chunk) {
   return row * kRowBytes + (chunk ^ (row & 7)) * 16;

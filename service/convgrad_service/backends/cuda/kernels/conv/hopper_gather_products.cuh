@@ -9,22 +9,17 @@
 namespace convgrad {
 namespace {
 
-template <int kValue>
-struct Count {
-  enum : int { value = kValue };
-};
-
-// Calls run(Count<kMmas>, end) for ranges of a tile's k-tiles, each from where the one before ended: first for
+// Calls run(Constant<kMmas>, end) for ranges of a tile's k-tiles, each from where the one before ended: first for
 // whole chunks of channels, then for the last chunk, whose k-tiles need fewer wgmmas along K as zeros follow.
 // A loop for each number, because ptxas serializes wgmmas that it cannot prove to run unconditionally.
 template <class Run>
 __device__ __forceinline__ void for_k_tiles(const HopperGatherArgs& args, int steps, Run run) {
   static_assert(kMmasK == 4, "a case for each number");
   const int chunks = (args.in_channels - 1) / kTileK + 1, last = (args.in_channels - 1) % kTileK / kMmaK + 1;
-  run(Count<kMmasK>{}, last == kMmasK ? steps : steps - steps / chunks);
-  if (last == 1) run(Count<1>{}, steps);
-  if (last == 2) run(Count<2>{}, steps);
-  if (last == 3) run(Count<3>{}, steps);
+  run(Constant<kMmasK>{}, last == kMmasK ? steps : steps - steps / chunks);
+  if (last == 1) run(Constant<1>{}, steps);
+  if (last == 2) run(Constant<2>{}, steps);
+  if (last == 3) run(Constant<3>{}, steps);
 }
 
 // Each warp signals that its warpgroup's wgmmas have read a stage.
