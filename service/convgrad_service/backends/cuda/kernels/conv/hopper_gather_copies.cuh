@@ -51,8 +51,8 @@ struct TileSchedule {
   int own, clusters, all;
 
   __device__ __forceinline__ int count() const { return (all + clusters - 1) / clusters; }
-  __device__ __forceinline__ int smem(int order_barrier) const {
-    return order_barrier * clusters + (order_barrier & 1 ? clusters - 1 - own : own);
+  __device__ __forceinline__ int slot(int wave) const {
+    return wave * clusters + (wave & 1 ? clusters - 1 - own : own);
   }
 };
 
@@ -71,11 +71,9 @@ __device__ __forceinline__ void schedule_tiles(const HopperGatherArgs& args, con
   };
   QueuedTile queued;
 #pragma unroll 1
-  for (int order_barrier = 0; order_barrier < schedule.count(); ++order_barrier) {
+  for (int wave = 0; wave < schedule.count(); ++wave) {
     GatherTile tile;
-    if (!tile_at<BM * SHARING>(args, schedule.smem(order_barrier), schedule.all, tile)) {
-      continue;
-    }
+    if (!tile_at<BM * SHARING>(args, schedule.slot(wave), schedule.all, tile)) continue;
     const GatherPhase& phase = phase_of(args, tile.phase);
     const int past = min(tile.first_pixel + BM * SHARING, phase.pixels);
     const PixelAt first = pixel_at(phase, tile.first_pixel), last = pixel_at(phase, past - 1);

@@ -37,9 +37,9 @@ struct ClusterReduction {
     const int warpgroup = threadIdx.x / 128, thread = threadIdx.x % 128;
     float4* const to = reinterpret_cast<float4*>(base) + warpgroup * (kOwnQuads * 512) + thread;
 #pragma unroll
-    for (int parity_index = 0; parity_index < kOwnQuads; ++parity_index) {
+    for (int turn = 0; turn < kOwnQuads; ++turn) {
       // Alternates between the two halves, which belong to different slices.
-      const int own = kOwnQuads % 2 ? parity_index : parity_index % 2 * (kOwnQuads / 2) + parity_index / 2;
+      const int own = kOwnQuads % 2 ? turn : turn % 2 * (kOwnQuads / 2) + turn / 2;
 #pragma unroll
       for (int v = own * 4; v < own * 4 + 4; ++v) {
         const float(&of)[4] = sum[v / kFragments / kProducts][v / kFragments % kProducts][v % kFragments];
@@ -47,9 +47,9 @@ struct ClusterReduction {
       }
       fence_proxy_async();
       named_barrier_sync(2 + warpgroup, 128);
-      if (parity_index == 0) cluster_wait();
+      if (turn == 0) cluster_wait();
       const int quad = warpgroup * kOwnQuads + own, other = owner_of(quad);
-      if (thread == parity_index % 4 * 32 && other != block) {
+      if (thread == turn % 4 * 32 && other != block) {
         const u32 sums = shared_address(base);
         bulk_copy_to_peer(sums + place_of(other, block, quad) * kQuadBytes, sums + quad * kQuadBytes,
                    kQuadBytes, reduce_barriers + (quad - first_of(other)) * 8, other * kRankStride + tile);

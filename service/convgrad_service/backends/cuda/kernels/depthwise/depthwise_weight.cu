@@ -92,9 +92,7 @@ struct RowCopier {
   }
 
   // Copies the next row to `offset_bytes` after the first stage.
-  __device__ __forceinline__ void copy(int offset_bytes) { copy(offset_bytes, pitch, 1); }
-  // Returns the current value and advances by elements and rows.
-  __device__ __forceinline__ void copy(int offset_bytes, i64 step, int rows_on) {
+  __device__ __forceinline__ void copy(int offset_bytes) {
     const bool exists = static_cast<u32>(row) < static_cast<u32>(rows);
     const T* from = next[0];
     // Otherwise the compiler would keep many conditions and distances in registers.

@@ -103,8 +103,8 @@ __device__ __noinline__ void finish_tile(const DepthwiseWeightMmaArgs& args, flo
     if (c >= args.channels || r % args.dilation[0] != 0 || s % args.dilation[1] != 0) return;
     put_gradient_as<T>(args, c, r / args.dilation[0], s / args.dilation[1], sum);
   };
-  add_blocks(kThreads, partials, args.arrived + own.column, own.block, own.blocks, part, sums, last,
-                       own_sum, [] { __syncthreads(); }, put);
+  add_blocks(kThreads, partials, args.arrived + own.column, own.block, own.blocks, part, sums, last, own_sum,
+             put);
 }
 
 }  // namespace

@@ -99,31 +99,23 @@ __device__ __forceinline__ u32 to_tf32(u32 word) {
 // Rounds two values to T and packs them, the first in the low half: memory order.
 template <class T>
 __device__ __forceinline__ u32 narrow_x2(float first, float second);
-template <>
-__device__ __forceinline__ u32 narrow_x2<bf16>(float first, float second) {
-  u32 both;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(second), "f"(first));
-  return both;
-}
-template <>
-__device__ __forceinline__ u32 narrow_x2<f16>(float first, float second) {
-  u32 both;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(second), "f"(first));
-  return both;
-}
-
 // flags += pair * 0, element by element: `flags` starts as zero and stays zero while all values are
 // finite.
 template <class T>
 __device__ __forceinline__ void flag_nonfinite_x2(u32& flags, u32 pair);
-template <>
-__device__ __forceinline__ void flag_nonfinite_x2<f16>(u32& flags, u32 pair) {
-  asm("fma.rn.f16x2 %0, %1, %2, %0;" : "+r"(flags) : "r"(pair), "r"(0));
-}
-template <>
-__device__ __forceinline__ void flag_nonfinite_x2<bf16>(u32& flags, u32 pair) {
-  asm("fma.rn.bf16x2 %0, %1, %2, %0;" : "+r"(flags) : "r"(pair), "r"(0));
-}
+#define CONVGRAD_PAIRS(TYPE, NAME)                                                   \
+  template <>                                                                        \
+  __device__ __forceinline__ u32 narrow_x2<TYPE>(float first, float second) {        \
+    u32 both;                                                                        \
+    asm("cvt.rn." NAME "x2.f32 %0, %1, %2;" : "=r"(both) : "f"(second), "f"(first)); \
+    return both;                                                                     \
+  }                                                                                  \
+  template <>                                                                        \
+  __device__ __forceinline__ void flag_nonfinite_x2<TYPE>(u32& flags, u32 pair) {    \
+    asm("fma.rn." NAME "x2 %0, %1, %2, %0;" : "+r"(flags) : "r"(pair), "r"(0));      \
+  }
+CONVGRAD_PAIRS(f16, "f16")
+CONVGRAD_PAIRS(bf16, "bf16")
 
 // Warp: c += a * b with a 16 x 8 accumulator in float32, a row-major, b column-major, K = 16 for 16-bit
 // types and 8 for TF32 (m16n8k16, m16n8k8). PTX's fragment layout, with g = lane / 4 and t = lane % 4:
