@@ -1,4 +1,5 @@
-// hopper_gather.cu's tile shapes and shared-memory layout, its tile scheduler warp, and its producer threads.
+// hopper_gather.cu's shared-memory layout, its tile scheduler warp, and its producer threads: one for source pixels,
+// one for weights. Each fills a stage's part and counts its bytes on the stage's full barrier.
 #pragma once
 
 #include "conv/hopper_gather_tile.cuh"

@@ -1,5 +1,4 @@
-// hopper_gather_single.cuh's tile shapes and shared-memory layout, the k-tiles of a block, and its producer
-// warps.
+// hopper_gather_single.cuh's shared-memory layout, the k-tiles of a block, and its producer warps.
 #pragma once
 
 #include "conv/hopper_gather_tile.cuh"

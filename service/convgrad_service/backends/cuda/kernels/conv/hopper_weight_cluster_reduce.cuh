@@ -9,7 +9,7 @@
 namespace convgrad {
 
 // The tile's quads (four adjacent fragments, finished together) are divided into slices, one for each of
-// the kCluster blocks that share the tile (every kApart-th block of the cluster). Each block stores its
+// the kCluster blocks that share the tile (every kRankStride-th block of the cluster). Each block stores its
 // accumulators in shared memory, where the pipeline's stages were, and sends each slice to its owner as
 // soon as it is complete; received quads follow the tile's own. An owner reduces all blocks' quads, in
 // their order, as they arrive.

@@ -31,8 +31,9 @@ struct PointwiseGemmArgs {
   int depth;
   int a_whole, b_whole;  // see GemmOperand
   int image_tiles;       // row tiles of an image (PLANES), or its k-tiles (IMAGES)
-  // SHIFTED, and TF32 of planes (pixels, image_stride): pixels of an image, channels that start together (ShiftedPlanes), strides of channels and of the
-  // result's images in elements, and the result's pixels that are stored at once.
+  // SHIFTED, and TF32 of planes (pixels, image_stride): pixels of an image, channels that start together
+  // (ShiftedPlanes), strides of channels and of the result's images in elements, and the result's pixels that are
+  // stored at once.
   int pixels, together, a_channel, b_channel, stored_pixels;
   i64 image_stride;
   // UNALIGNED only, with `a_channel` and `b_channel` as the operands' pitches, `pixels` as the result's columns or those

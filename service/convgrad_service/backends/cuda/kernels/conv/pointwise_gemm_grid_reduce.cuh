@@ -9,7 +9,6 @@
 
 #include "conv/pointwise_gemm_load.cuh"
 #include "core/opaque.cuh"
-#include "core/partial_sums.cuh"
 #include "core/rendezvous.cuh"
 #include "ptx/acquire.cuh"
 
@@ -58,8 +57,23 @@ __device__ __forceinline__ void reduce_slice(const float4* from, int groups, int
   float4 sum[kMost] = {};
 #pragma unroll 1
   for (int share = 0; share < shares; share += kShares, from += kShares * kTileVectors) {
-    add_splits<kMost, kShares>(from, apart, kTileVectors,
-                               [&](int i, int f) { return share + i < shares && f * groups < left; }, sum);
+    float4 four[kShares][kMost];
+#pragma unroll
+    for (int i = 0; i < kShares; ++i) {
+#pragma unroll
+      for (int f = 0; f < kMost; ++f) {
+        four[i][f] = {};
+        if (share + i < shares && f * groups < left) four[i][f] = __ldcg(from + i * kTileVectors + f * apart);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kShares; ++i) {
+#pragma unroll
+      for (int f = 0; f < kMost; ++f) {
+        const float4& one = four[i][f];
+        sum[f].x += one.x, sum[f].y += one.y, sum[f].z += one.z, sum[f].w += one.w;
+      }
+    }
   }
 #pragma unroll
   for (int f = 0; f < kMost; ++f) room[f * apart] = sum[f];

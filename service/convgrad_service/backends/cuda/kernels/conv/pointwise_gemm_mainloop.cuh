@@ -121,4 +121,15 @@ __device__ __forceinline__ void unaligned_mainloop(const PointwiseGemmArgs& args
   }
 }
 
+// Either of them.
+__device__ __forceinline__ void mainloop(const PointwiseGemmArgs& args, const SharedLayout& smem, const BlockWork& work,
+                                         PipelineState& state, int image, Accumulators& accum,
+                                         u32 next_order_barrier = 0) {
+  if constexpr (kUnaligned) {
+    unaligned_mainloop(args, smem, work, state, image, accum);
+  } else {
+    mainloop(smem, state, work.steps, accum, next_order_barrier);
+  }
+}
+
 }  // namespace
