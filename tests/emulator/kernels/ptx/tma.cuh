@@ -52,29 +52,31 @@ static inline void start_loads(emulator::Kind kind, u32 blocks, u32 to, const Te
     if (blocks >> load.block & 1) emulator::start_load(load);
   }
 }
-template <int kDims>
+template <int kDims, bool kMulticast = true>
 static inline void tma_load_multicast(u32 blocks, u32 to, const TensorMap& map, u32 barrier,
                                 const int (&at)[kDims], u64 = kEvictNormal) {
+  if (!kMulticast) blocks = 1u << emulator::current_block();
   start_loads(emulator::Kind::kTile, blocks, to, map, barrier, at, {0});
 }
 template <int kDims>
 static inline void tma_load(u32 to, const TensorMap& map, u32 barrier, const int (&at)[kDims],
                              u64 = kEvictNormal) {
-  tma_load_multicast(1u << emulator::current_block(), to, map, barrier, at);
+  tma_load_multicast<kDims, false>(0, to, map, barrier, at);
 }
-template <int kDims>
+template <int kDims, bool kMulticast = true>
 static inline void tma_load_im2col_multicast(u32 blocks, u32 to, const TensorMap& map, u32 barrier,
                                   const int (&at)[kDims], const int (&by)[kDims - 2],
                                   u64 = kEvictNormal) {
   for (int move : by) {
     if (move < 0 || move >= 1 << 16 / (kDims - 2)) emulator::fail("pixels moved too far");
   }
+  if (!kMulticast) blocks = 1u << emulator::current_block();
   start_loads(emulator::Kind::kPixels, blocks, to, map, barrier, at, by);
 }
 template <int kDims>
 static inline void tma_load_im2col(u32 to, const TensorMap& map, u32 barrier, const int (&at)[kDims],
                                const int (&by)[kDims - 2], u64 = kEvictNormal) {
-  tma_load_im2col_multicast(1u << emulator::current_block(), to, map, barrier, at, by);
+  tma_load_im2col_multicast<kDims, false>(0, to, map, barrier, at, by);
 }
 static inline void bulk_load(u32 to, const void* from, u32 bytes, u32 barrier) {
   emulator::Transfer load = {emulator::Kind::kBytes};

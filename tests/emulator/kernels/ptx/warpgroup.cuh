@@ -24,6 +24,8 @@ static inline void wgmma_wait() {
 }
 template <int kFragments>
 static inline void fence_accumulators(float (&)[kFragments][4]) {}
+template <int kM, int kN>
+static inline void fence_accumulators(float (&)[kM][kN][4]) {}
 template <int kCount>
 static inline void fence_registers(u32 (&)[kCount]) {}
 

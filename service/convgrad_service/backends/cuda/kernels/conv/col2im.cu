@@ -101,11 +101,6 @@ extern "C" __global__ void __launch_bounds__(256, 2)
   for (int c = 0; c < CHANNELS; ++c) {
     if (c >= args.channels) break;
     const i64 element = to + c * args.result_stride[4];
-    const T* accumulate = static_cast<const T*>(args.accumulate);
-    if (accumulate != nullptr) accumulate += element;
-    const T* bias = static_cast<const T*>(args.bias);
-    if (bias != nullptr) bias += c;
-    static_cast<T*>(args.result)[element] = narrow<T>(
-        finish<T, float>(sums[c], args.alpha, args.beta, accumulate, bias, args.activation));
+    static_cast<T*>(args.result)[element] = narrow<T>(finish_at<T>(args, sums[c], element, c));
   }
 }

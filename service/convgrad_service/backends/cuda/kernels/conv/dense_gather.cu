@@ -42,7 +42,7 @@ constexpr int kRowChunks = BK / kChunk;
 constexpr int kSteps = BK * static_cast<int>(sizeof(ELEMENT)) / 32;
 
 using TileA = Tile<ELEMENT, BM, BK, false>;
-using TileB = Choose<ACROSS, Tile<ELEMENT, BK, BN, true>, Tile<ELEMENT, BN, BK, false>>::type;
+using TileB = Conditional<ACROSS, Tile<ELEMENT, BK, BN, true>, Tile<ELEMENT, BN, BK, false>>::type;
 constexpr int kRingBytes = STAGES * (TileA::kBytes + TileB::kBytes);
 // The staging tile of the epilogue reuses the pipeline's shared memory.
 using Sums = FinishedSums<BM, BN>;
@@ -262,8 +262,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
       for (int j = 0; j < kColumnPairs * 2; ++j) {
         T* const to = slab + (warp_row + i * 16 + lane / 4) * kPitch + warp_column + j * 8 +
                       lane % 4 * 2;
-        store_two(to, sum[i][j][0], sum[i][j][1]);
-        store_two(to + 8 * kPitch, sum[i][j][2], sum[i][j][3]);
+        store_pair(to, sum[i][j][0], sum[i][j][1]);
+        store_pair(to + 8 * kPitch, sum[i][j][2], sum[i][j][3]);
       }
     }
     __syncthreads();
@@ -289,8 +289,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
 #pragma unroll
     for (int j = 0; j < kColumnPairs * 2; ++j) {
       const int row = warp_row + i * 16 + lane / 4, column = warp_column + j * 8 + lane % 4 * 2;
-      store_two(slab + Sums::at(row, column), sum[i][j][0], sum[i][j][1]);
-      store_two(slab + Sums::at(row + 8, column), sum[i][j][2], sum[i][j][3]);
+      store_pair(slab + Sums::at(row, column), sum[i][j][0], sum[i][j][1]);
+      store_pair(slab + Sums::at(row + 8, column), sum[i][j][2], sum[i][j][3]);
     }
   }
   __syncthreads();

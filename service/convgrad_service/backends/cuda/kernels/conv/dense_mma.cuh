@@ -9,19 +9,11 @@
 #pragma once
 
 #include "core/epilogue.cuh"
+#include "core/fragments.cuh"
 #include "core/operand_scaling.cuh"
 #include "core/split_tf32.cuh"
 
 namespace convgrad {
-
-template <bool kYes, class A, class B>
-struct Choose {
-  using type = A;
-};
-template <class A, class B>
-struct Choose<false, A, B> {
-  using type = B;
-};
 
 // The swizzled position of a chunk in its row. One chunk of eight consecutive rows, as ldmatrix
 // reads it, is in eight different 16-byte banks; so are the four rows x two chunks that a
@@ -99,15 +91,6 @@ template <class T, class Tile, bool kSplit, int kCount>
 __device__ __forceinline__ void load_a(u32 (&to)[kCount][4], u32 from, int step) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) load_fragment<T, Tile, true, kSplit>(to[i], from, i, step);
-}
-
-// Two consecutive results, rounded.
-template <class T>
-__device__ __forceinline__ void store_two(T* to, float first, float second) {
-  *reinterpret_cast<u32*>(to) = narrow_x2<T>(first, second);
-}
-__device__ __forceinline__ void store_two(float* to, float first, float second) {
-  *reinterpret_cast<float2*>(to) = make_float2(first, second);
 }
 
 // The mainloop of a block over `tiles` k-tiles, with a pipeline of kStages in shared memory. Copies

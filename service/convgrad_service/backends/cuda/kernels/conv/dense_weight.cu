@@ -88,15 +88,6 @@ __device__ __forceinline__ Span outputs_of(const DenseWeightArgs& args, int dim,
   return {low, max(high - low, 0)};
 }
 
-template <class T>
-__device__ __forceinline__ void finish_to(const DenseWeightArgs& args, i64 at, float sum) {
-  const T* accumulate = static_cast<const T*>(args.accumulate);
-  if (accumulate != nullptr) accumulate += at;
-  const T* const none = nullptr;
-  const float done = finish<T, float>(sum, args.alpha, args.beta, accumulate, none, kNone);
-  static_cast<T*>(args.w)[at] = narrow<T>(done);
-}
-
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
@@ -267,11 +258,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
           const float first = sum[i][j][half * 2], second = sum[i][j][half * 2 + 1];
           if (column >= columns) continue;
           if (args.splits > 1) {
-            store_two(partials + row + column, first, second);
+            store_pair(partials + row + column, first, second);
           } else if (args.wide_result) {
-            store_two(static_cast<float*>(args.w) + row + column, first, second);
+            store_pair(static_cast<float*>(args.w) + row + column, first, second);
           } else {
-            store_two(static_cast<T*>(args.w) + row + column, first, second);
+            store_pair(static_cast<T*>(args.w) + row + column, first, second);
           }
         }
       }
@@ -290,9 +281,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     const i64 to = group * args.w_stride[0] + k * args.w_stride[1] + c * args.w_stride[2] +
                    t0 * args.w_stride[3] + t1 * args.w_stride[4] + t2 * args.w_stride[5];
     if (args.wide_result) {
-      finish_to<float>(args, to, value);
+      static_cast<float*>(args.w)[to] = finish_at<float>(args, value, to);
     } else {
-      finish_to<T>(args, to, value);
+      static_cast<T*>(args.w)[to] = narrow<T>(finish_at<T>(args, value, to));
     }
   };
   constexpr int kSlabRows = BM / WM * 16, kSlabPitch = BN + 8;
@@ -304,8 +295,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     for (int j = 0; j < kColumnPairs * 2; ++j) {
       float* const to = slab + (warp_row / WM * 16 + lane / 4) * kSlabPitch + warp_column + j * 8 +
                         lane % 4 * 2;
-      store_two(to, sum[part][j][0], sum[part][j][1]);
-      store_two(to + 8 * kSlabPitch, sum[part][j][2], sum[part][j][3]);
+      store_pair(to, sum[part][j][0], sum[part][j][1]);
+      store_pair(to + 8 * kSlabPitch, sum[part][j][2], sum[part][j][3]);
     }
     __syncthreads();
     // Row r of the staging tile holds row r / 16 * WM + part * 16 + r % 16 of the tile.

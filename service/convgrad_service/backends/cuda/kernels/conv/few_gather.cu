@@ -11,11 +11,29 @@
 // Shared memory (dynamic): taps of the largest phase * channels of the source * kPitch floats.
 // Determinism: one order of additions per result.
 // Limits: positions of a phase below 2^31; 64-bit offsets.
-#include "conv/few_gather.cuh"
+#include "conv/implicit_gemm_args.cuh"
 #include "core/epilogue.cuh"
 #include "core/vectors.cuh"
 
 using namespace convgrad;
+
+// Strides count elements.
+struct FewGatherArgs {
+  const void* source;
+  const void* weight;
+  void* result;
+  const void* accumulate;  // like the result, or null
+  const void* bias;        // one per channel of the result, or null
+  i64 source_stride[5];    // N C D H W
+  i64 result_stride[5];
+  i64 weight_stride[5];    // channels of the source and of the result, T R S
+  int source_channels, result_channels;
+  int batch;
+  int activation;
+  float alpha, beta;
+  GatherAxis axis[3];
+  GatherPhase phase[kMaxPhases][3];
+};
 
 namespace {
 
@@ -163,12 +181,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
     for (int c = 0; c < CHANNELS; ++c) {
       if (c >= args.result_channels) break;
       const i64 element = to[i] + c * args.result_stride[1];
-      const T* accumulate = static_cast<const T*>(args.accumulate);
-      if (accumulate != nullptr) accumulate += element;
-      const T* bias = static_cast<const T*>(args.bias);
-      if (bias != nullptr) bias += c;
-      static_cast<T*>(args.result)[element] = narrow<T>(
-          finish<T, float>(sum[i][c], args.alpha, args.beta, accumulate, bias, args.activation));
+      static_cast<T*>(args.result)[element] = narrow<T>(finish_at<T>(args, sum[i][c], element, c));
     }
   }
 }

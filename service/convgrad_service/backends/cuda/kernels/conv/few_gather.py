@@ -40,7 +40,7 @@ DEPTH, WAIT = 16, 1330
 START_S, CLOCKS_PER_S, BYTES_S = 8e-6, 1.7e9, 3.3e12
 MOST_SHARED_BYTES = 2**16
 
-FewGatherArgs = structure("conv/few_gather.cuh", "FewGatherArgs")
+FewGatherArgs = structure("conv/few_gather.cu", "FewGatherArgs")
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ BLOCKS = 8
 # Fitted to an H200.
 START_S, BYTES_S = 5e-6, 3e12
 
-FewSourcesArgs = structure("conv/few_sources.cuh", "FewSourcesArgs")
+FewSourcesArgs = structure("conv/few_sources.cu", "FewSourcesArgs")
 
 
 @dataclass(frozen=True, slots=True)

@@ -265,12 +265,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         value = other == i ? sum[of / 2][e / 2][of % 2 * 2 + e % 2] : value;
       }
       const i64 place = row_at + (unit.q0 + q) * args.y_stride[5] + i % 8 * args.y_stride[2];
-      const T* accumulate = static_cast<const T*>(args.accumulate);
-      if (accumulate != nullptr) accumulate += place;
-      const T* bias = static_cast<const T*>(args.bias);
-      if (bias != nullptr) bias += k;
-      static_cast<T*>(args.y)[place] = narrow<T>(
-          finish<T, float>(value, args.alpha, args.beta, accumulate, bias, args.activation));
+      static_cast<T*>(args.y)[place] = narrow<T>(finish_at<T>(args, value, place, k));
     }
   };
 

@@ -49,9 +49,5 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
     at += (rest - outer * args.extent[dim]) * args.stride[dim];
     rest = outer;
   }
-  const T* accumulate = static_cast<const T*>(args.accumulate);
-  if (accumulate != nullptr) accumulate += at;
-  const T* const none = nullptr;
-  const float done = finish<T, float>(sum, args.alpha, args.beta, accumulate, none, kNone);
-  static_cast<T*>(args.result)[at] = narrow<T>(done);
+  static_cast<T*>(args.result)[at] = narrow<T>(finish_at<T>(args, sum, at));
 }

@@ -6,9 +6,9 @@
 // of x are in shared memory unchanged, and a lane reads the elements that its taps meet: nothing is expanded. A warp
 // tile is FRAGMENTS * 16 taps by 32 channels.
 //
-// Products are those of TF32, which are exact for 16-bit elements. With SPLIT, products of float32 are three of TF32 (core/split_tf32.cuh), whose sums over a unit are promoted to
-// float32. A unit with an element whose low part would underflow is added by FMA; so are single sums that are not
-// finite, as a high part may round to infinity.
+// Products are those of TF32, which are exact for 16-bit elements. With SPLIT, products of float32 are three of TF32
+// (core/split_tf32.cuh), whose sums over a unit are promoted to float32. A unit with an element whose low part would
+// underflow is added by FMA; so are single sums that are not finite, as a high part may round to infinity.
 //
 // Grid: groups of taps (fastest) x blocks of channels; shares of the units.
 // Block: a unit is some rows of y by a segment of columns, with the rows of x that they meet. All threads copy units

@@ -297,9 +297,9 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, BLOCKS)
 #pragma unroll
       for (int i = 0; i < 4 * kMostFinished; ++i) finished[i / 4][i % 4] = sum[i / 4][i % 4];
       if (completed == kMostFinished) {
-        move_on(Count<kMostFinished>{});
+        move_on(Constant<kMostFinished>{});
       } else {
-        move_on(Count<1>{});
+        move_on(Constant<1>{});
       }
     } else {
 #pragma unroll 1
@@ -310,7 +310,7 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, BLOCKS)
             write_row(p * stride_h + first_row + row, sum[i], i);
           }
         }
-        move_on(Count<1>{});
+        move_on(Constant<1>{});
       }
     }
   }

@@ -95,12 +95,7 @@ __device__ inline void put_one(const HopperFirstDataArgs& args, const Share& sha
   if (b >= args.stride[2] || w_at >= args.x_size[2]) return;
   const i64 at = share.n * args.x_stride[0] + share.d * args.x_stride[3] + h * args.x_stride[4] +
                  w_at * args.x_stride[5] + c * args.x_stride[2];
-  const T* accumulate = static_cast<const T*>(args.accumulate);
-  if (accumulate != nullptr) accumulate += at;
-  const T* bias = static_cast<const T*>(args.bias);
-  if (bias != nullptr) bias += c;
-  static_cast<T*>(args.x)[at] = narrow<T>(
-      finish<T, float>(value, args.alpha, args.beta, accumulate, bias, args.activation));
+  static_cast<T*>(args.x)[at] = narrow<T>(finish_at<T>(args, value, at, c));
 }
 
 using FirstElement = ELEMENT;
@@ -122,11 +117,6 @@ constexpr int kWeightsLaid = 1;    // a named barrier
 constexpr int kLoaders = kSplit ? 128 : 32;  // producer threads; a warpgroup, to release registers
 // Two warpgroups, unless accumulators of two such blocks would not fit into the registers.
 constexpr int kMostThreads = (kEights == 1 ? 256 : 128) + kLoaders;
-
-template <int kValue>
-struct Count {
-  static constexpr int value = kValue;
-};
 
 // The swizzled offset of a 16-byte chunk of a row.
 __device__ __forceinline__ u32 chunk_at(u32 row, u32 chunk) {

@@ -96,7 +96,8 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
     return;
   } else {
     launch_dependent_grids();
-    const int apart = window_step(args);
+    // Bytes between two adjacent windows. With ODD, those are an odd number of elements.
+    const int apart = args.stride[2] * args.channels * static_cast<int>(sizeof(Bits16));
     const Own place(args, block.first_tile * 64 + own, apart);
     const u64 b_first = mn_major_descriptor<128>(ring);
 

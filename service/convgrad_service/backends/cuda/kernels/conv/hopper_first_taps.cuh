@@ -117,11 +117,6 @@ __device__ __forceinline__ void copy_rows_of_x(const HopperFirstTapsArgs& args, 
   }
 }
 
-// The bytes between two adjacent windows. With ODD, those are an odd number of elements.
-__device__ __forceinline__ int window_step(const HopperFirstTapsArgs& args) {
-  return args.stride[2] * args.channels * static_cast<int>(sizeof(Bits16));
-}
-
 // Where a lane reads its two consecutive elements of windows: `place`, the first one's row of M.
 struct Own {
   int lag;  // how many steps before a row of y their row of x was loaded

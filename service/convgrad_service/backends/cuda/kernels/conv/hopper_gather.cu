@@ -41,8 +41,6 @@ using namespace convgrad;
 
 namespace {
 
-constexpr int kArgumentWords = (sizeof(HopperGatherArgs) - sizeof(TensorMap) * (MAPS + 1)) / 4 - 1;
-
 // Whether there is code for a bias and an activation of plain results, as registers allow it. It costs ping-pong
 // warpgroups nothing, which overlap it; others have instances with and without (EPILOGUE).
 constexpr bool kFinishes = PINGPONG ? sizeof(T) == 2 && MAPS == 1 && kMmasM * kFragmentsN * 4 <= 160 : EPILOGUE;
@@ -50,7 +48,7 @@ constexpr bool kFinishes = PINGPONG ? sizeof(T) == 2 && MAPS == 1 && kMmasM * kF
 #if PARTS > 1
 // Mainloop over products of parts. None is in flight on return, which -1 stands for.
 __device__ __forceinline__ int mainloop(const HopperGatherArgs& args, const SharedLayout& smem,
-                                        PipelineState& state, int steps, int first_row, Sums& sum) {
+                                        PipelineState& state, int steps, int first_row, Accumulators& sum) {
   clear(sum);
   const float unscale = *args.unscale;
   int i = 0;
@@ -65,7 +63,7 @@ __device__ __forceinline__ int mainloop(const HopperGatherArgs& args, const Shar
         state.advance(STAGES);
       }
       multiply_parts(
-          [&](Sums& accum, int of_a, int of_b, int add) {
+          [&](Accumulators& accum, int of_a, int of_b, int add) {
             const u32 rows = smem.stage(stages[of_a]) + first_row * kRowBytes;
             issue_k_tile<decltype(mmas)::value>(accum, rows, smem.stage(stages[of_b]) + kABytes, add);
           },
@@ -80,7 +78,7 @@ __device__ __forceinline__ int mainloop(const HopperGatherArgs& args, const Shar
 #if PARTS == 1
 // Mainloop; the last k-tile's wgmmas are still in flight on return. Returns their stage, -1 if there are none.
 __device__ __forceinline__ int mainloop(const HopperGatherArgs& args, const SharedLayout& smem,
-                                        PipelineState& state, int steps, int first_row, Sums& accum) {
+                                        PipelineState& state, int steps, int first_row, Accumulators& accum) {
   if (steps == 0) clear(accum);
   int previous = 0;  // the stage whose products are under way
   int i = 0;
@@ -118,7 +116,7 @@ __device__ __forceinline__ void consume(const HopperGatherArgs& args, const Shar
     if (lane == 0) mbarrier_arrive(smem.tile_empty_barrier(queue_state.index));
     queue_state.advance(kTileQueue);
     if (steps < 0) break;
-    Sums accum;
+    Accumulators accum;
     const int last = mainloop(args, smem, state, steps, warpgroup * kWarpgroupRows, accum);
     // Result addresses are computed while the last wgmmas run.
     const Results<RESULT, kMmasM, kFragmentsN> results(args, tile, smem.staging + warpgroup * kStagingBytes);
@@ -136,7 +134,7 @@ __device__ __forceinline__ void consume(const HopperGatherArgs& args, const Shar
 // still in flight on return. Returns their stage, -1 if there are none.
 __device__ __forceinline__ int ordered_mainloop(const HopperGatherArgs& args, const SharedLayout& smem,
                                                 PipelineState& state, int steps, u32 next_order_barrier,
-                                                Sums& accum) {
+                                                Accumulators& accum) {
   const int lane = threadIdx.x & 31;
   // With TAPS > 1, the pixel of a stage with which the first tap of a row starts, and the distance to the next's.
   const int first_shift = args.phase[0].axis[2].x0 - args.phase[0].axis[2].low, shift = args.x_tap[2];
@@ -147,7 +145,7 @@ __device__ __forceinline__ int ordered_mainloop(const HopperGatherArgs& args, co
     if constexpr (mmas.value < kMmasK) {
       // Cleared accumulators may reach this loop: without a wait, ptxas would serialize all wgmmas.
       wgmma_wait<0>();
-      fence_sums(accum);
+      fence_accumulators(accum);
     }
 #pragma unroll 1
     for (; i < end; ++i) {
@@ -200,7 +198,7 @@ __device__ __forceinline__ void consume(const HopperGatherArgs& args, const Shar
   while (steps >= 0) {
     // Cleared while the other warpgroup runs its mainloop: a first wgmma with scale_d = 0 would keep the
     // accumulators' registers alive from one tile to the next.
-    Sums accum;
+    Accumulators accum;
     clear(accum);
     mbarrier_wait(smem.order_barrier(warpgroup), ((count_taken - 1) / 2 & 1) ^ 1 ^ warpgroup);
     const int last = ordered_mainloop(args, smem, state, steps, smem.order_barrier(warpgroup ^ 1), accum);

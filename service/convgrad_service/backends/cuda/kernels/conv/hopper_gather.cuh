@@ -191,8 +191,8 @@ struct QueuedTile {
 
 // The lowest set bit above `bit` (at least -1), or 32.
 __device__ __forceinline__ int next_bit(u32 bits, int bit) {
-  const u32 quotient = bit >= 31 ? 0u : bits & (~0u << (bit + 1));
-  return quotient ? __ffs(quotient) - 1 : 32;
+  const u32 above = bit >= 31 ? 0u : bits & (~0u << (bit + 1));
+  return above ? __ffs(above) - 1 : 32;
 }
 
 }  // namespace convgrad

@@ -1,29 +1,13 @@
-// hopper_gather.cu's tile shapes and shared-memory layout, its tile scheduler warp, and its producer threads.
+// hopper_gather.cu's shared-memory layout, its tile scheduler warp, and its producer threads: one for source pixels,
+// one for weights. Each fills a stage's part and counts its bytes on the stage's full barrier.
 #pragma once
 
-#include "conv/hopper_gather.cuh"
+#include "conv/hopper_gather_tile.cuh"
 #include "core/pipeline_state.cuh"
 
 #if !SINGLE
 namespace convgrad {
 namespace {
-
-using T = ELEMENT;
-constexpr int kRowBytes = 128, kTileK = kRowBytes / static_cast<int>(sizeof(T));
-constexpr int kMmaK = 32 / static_cast<int>(sizeof(T));  // of one wgmma
-constexpr int kMmasK = kTileK / kMmaK;
-// Weights are loaded in boxes of 64 channels; the last one may be partly unused.
-constexpr int kBoxColumns = 64, kBoxes = (BN + kBoxColumns - 1) / kBoxColumns;
-// With TAPS > 1 a stage has the pixels for all taps of a kernel row, at most eight more than the tile's.
-constexpr u32 kABytes = (BM + (TAPS > 1 ? 8 : 0)) * kRowBytes, kBBytes = kBoxes * kBoxColumns * kRowBytes;
-constexpr u32 kStageBytes = kABytes + TAPS * kBBytes;
-constexpr u32 kWeightBytes = TAPS * (ACROSS ? kBBytes : BN * kRowBytes);
-// Warpgroups that share a tile; with PINGPONG each has its own.
-constexpr int kWarpgroupsPerTile = PINGPONG ? 1 : CONSUMERS;
-constexpr int kWarpgroupRows = BM / kWarpgroupsPerTile;  // pixels per warpgroup
-constexpr int kMmasM = kWarpgroupRows / 64, kFragmentsN = BN / 8;
-// Distance between boxes of N-major weights.
-constexpr int kBoxBytes = kTileK * kRowBytes;
 
 // The part of a k-tile's weights that one block multicasts to all that share them: whole boxes, or, of N-major
 // weights whose boxes cannot be divided evenly, a part of each.
@@ -68,8 +52,8 @@ struct TileSchedule {
   int own, clusters, all;
 
   __device__ __forceinline__ int count() const { return (all + clusters - 1) / clusters; }
-  __device__ __forceinline__ int smem(int order_barrier) const {
-    return order_barrier * clusters + (order_barrier & 1 ? clusters - 1 - own : own);
+  __device__ __forceinline__ int slot(int wave) const {
+    return wave * clusters + (wave & 1 ? clusters - 1 - own : own);
   }
 };
 
@@ -88,11 +72,9 @@ __device__ __forceinline__ void schedule_tiles(const HopperGatherArgs& args, con
   };
   QueuedTile queued;
 #pragma unroll 1
-  for (int order_barrier = 0; order_barrier < schedule.count(); ++order_barrier) {
+  for (int wave = 0; wave < schedule.count(); ++wave) {
     GatherTile tile;
-    if (!tile_at<BM * SHARING>(args, schedule.smem(order_barrier), schedule.all, tile)) {
-      continue;
-    }
+    if (!tile_at<BM * SHARING>(args, schedule.slot(wave), schedule.all, tile)) continue;
     const GatherPhase& phase = phase_of(args, tile.phase);
     const int past = min(tile.first_pixel + BM * SHARING, phase.pixels);
     const PixelAt first = pixel_at(phase, tile.first_pixel), last = pixel_at(phase, past - 1);
@@ -162,14 +144,14 @@ __device__ __forceinline__ void load_pixels(const HopperGatherArgs& args, const 
       const int dd = base_offset[0] + t * x_tap[0], dh = base_offset[1] + r * x_tap[1],
                 dw = base_offset[2] + s * x_tap[2];
       const int n = first_image + (PARTS > 1 ? part * args.images : 0);
-      // The slowest dimension has no im2col offset: its displacement is added to the coordinate.
+      const int at[4] = {d, h, w, n};
       switch (mode) {
-        case 3: tma_load_im2col<3>(to, map, barrier, {channel, w, n}, {dw}); break;
-        case 4: tma_load_im2col<4>(to, map, barrier, {channel, w, h, n}, {dw, dh}); break;
-        case 5: tma_load_im2col<5>(to, map, barrier, {channel, w, h, d, n}, {dw, dh, dd}); break;
-        case 6: tma_load_im2col<3>(to, map, barrier, {channel, n, w + dw}, {0}); break;
-        case 7: tma_load_im2col<4>(to, map, barrier, {channel, n, w, h + dh}, {0, dw}); break;
-        default: tma_load_im2col<5>(to, map, barrier, {channel, n, w, h, d + dd}, {0, dw, dh});
+        case 3: load_im2col<3, false>(to, barrier, map, at, channel, dd, dh, dw); break;
+        case 4: load_im2col<4, false>(to, barrier, map, at, channel, dd, dh, dw); break;
+        case 5: load_im2col<5, false>(to, barrier, map, at, channel, dd, dh, dw); break;
+        case 6: load_im2col<3, true>(to, barrier, map, at, channel, dd, dh, dw); break;
+        case 7: load_im2col<4, true>(to, barrier, map, at, channel, dd, dh, dw); break;
+        default: load_im2col<5, true>(to, barrier, map, at, channel, dd, dh, dw);
       }
       state.advance(STAGES);
     });
@@ -198,11 +180,7 @@ __device__ __forceinline__ void load_weights(const HopperGatherArgs& args, const
       mbarrier_arrive_expect_tx(barrier, kWeightBytes);
       const int t = r0[0] + j0 * r_step[0], r = r0[1] + j1 * r_step[1];
       auto load = [&](u32 there, const int (&at)[5]) {
-        if constexpr (SHARING > 1) {
-          tma_load_multicast<5>((1u << SHARING) - 1, there, args.weight, barrier, at, kEvictLast);
-        } else {
-          tma_load<5>(there, args.weight, barrier, at, kEvictLast);
-        }
+        tma_load_multicast<5, (SHARING > 1)>((1u << SHARING) - 1, there, args.weight, barrier, at, kEvictLast);
       };
 #pragma unroll
       for (int tap = 0; tap < TAPS; ++tap) {

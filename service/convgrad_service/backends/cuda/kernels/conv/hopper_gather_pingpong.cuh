@@ -8,18 +8,6 @@ namespace convgrad {
 
 constexpr u32 kNowhere = ~0u;
 
-// Element offset of a pixel's channel 0 in the result.
-__device__ __forceinline__ i64 result_of(const HopperGatherArgs& args, const GatherPhase& phase,
-                                         const PixelAt& pixel) {
-  i64 at = image(pixel, args.images_first) * args.y_stride[0];
-#pragma unroll
-  for (int d = 0; d < 3; ++d) {
-    const int m = position(pixel, d, args.images_first);
-    at += (phase.axis[d].y0 + m * args.y_step[d]) * args.y_stride[3 + d];
-  }
-  return at;
-}
-
 // Offsets of channel 0 of the warp's rows, 16 per 64 pixels, in units of 16 bytes; kNowhere past the last
 // pixel. Lanes 0-15 and 16-31 hold those of two consecutive parts.
 template <class T, int kMmasM>
@@ -34,7 +22,7 @@ struct PartRows {
     for (int i = 0; i < (kMmasM + 1) / 2; ++i) {
       const int pixel = tile.first_pixel + (i * 2 + lane / 16) * 64 + warp * 16 + lane % 16;
       const PixelAt found = pixel_at(phase, pixel);
-      const i64 element = result_of(args, phase, found);
+      const i64 element = result_at(args, phase, found);
       at[i] = pixel < phase.pixels && is_result(phase, found) ? static_cast<u32>(element / kChunk) : kNowhere;
     }
   }

@@ -32,11 +32,7 @@ __device__ __forceinline__ void transpose(u32 block, const float (&accum)[kFragm
 #pragma unroll
     for (int j = 0; j < kOf && first + j < kFragmentsN; j += 2) {
       const u32 to = plane_at<T>(block, (j + lane / 16) * 8 + lane % 8, pixel);
-      const u32 words[4] = {narrow_x2<T>(accum[first + j][0], accum[first + j][1]),
-                            narrow_x2<T>(accum[first + j][2], accum[first + j][3]),
-                            narrow_x2<T>(accum[first + j + 1][0], accum[first + j + 1][1]),
-                            narrow_x2<T>(accum[first + j + 1][2], accum[first + j + 1][3])};
-      stmatrix_trans(to, words);
+      store_fragments<T, true>(to, accum[first + j], accum[first + j + 1]);
     }
   } else {
     const int pixel = warp * 16 + lane / 4;
@@ -79,7 +75,7 @@ __device__ __forceinline__ void store_planes(const Results<T, kMmasM, kFragments
   for (int part = 0; part < kMmasM; ++part) {
     const int at = to.first_pixel + part * 64 + pixel;
     const bool there = at < to.phase.pixels;
-    T* const y = static_cast<T*>(args.y) + (there ? to.result_at(pixel_at(to.phase, at)) : 0) +
+    T* const y = static_cast<T*>(args.y) + (there ? result_at(args, to.phase, pixel_at(to.phase, at)) : 0) +
                  to.first_channel * step;
 #pragma unroll
     for (int j = 0; j < kBlocks; ++j) {

@@ -2,49 +2,24 @@
 #pragma once
 
 #include "conv/hopper_gather_copies.cuh"
+#include "core/fragments.cuh"
 #include "ptx/warpgroup.cuh"
 
 #if !SINGLE
 namespace convgrad {
 namespace {
 
-constexpr Major kWeights = ACROSS ? kMajorMn : kMajorK;
-// A warpgroup's accumulators.
-using Sums = float[kMmasM][kFragmentsN][4];
-
-template <int kValue>
-struct Count {
-  enum : int { value = kValue };
-};
-
-// Calls run(Count<kMmas>, end) for ranges of a tile's k-tiles, each from where the one before ended: first for
+// Calls run(Constant<kMmas>, end) for ranges of a tile's k-tiles, each from where the one before ended: first for
 // whole chunks of channels, then for the last chunk, whose k-tiles need fewer wgmmas along K as zeros follow.
 // A loop for each number, because ptxas serializes wgmmas that it cannot prove to run unconditionally.
 template <class Run>
 __device__ __forceinline__ void for_k_tiles(const HopperGatherArgs& args, int steps, Run run) {
   static_assert(kMmasK == 4, "a case for each number");
   const int chunks = (args.in_channels - 1) / kTileK + 1, last = (args.in_channels - 1) % kTileK / kMmaK + 1;
-  run(Count<kMmasK>{}, last == kMmasK ? steps : steps - steps / chunks);
-  if (last == 1) run(Count<1>{}, steps);
-  if (last == 2) run(Count<2>{}, steps);
-  if (last == 3) run(Count<3>{}, steps);
-}
-
-// Issues the first kMmas wgmmas along K of one k-tile, of one tap.
-template <int kMmas>
-__device__ __forceinline__ void issue_k_tile(Sums& accum, u32 rows, u32 weights, int add) {
-  auto one = [&](int i, int adds) {
-    const u64 b =
-        ACROSS ? advance_descriptor(mn_major_descriptor<128>(weights, kBoxBytes), i * kMmaK * kRowBytes)
-               : advance_descriptor(k_major_descriptor<128>(weights), i * 32);
-#pragma unroll
-    for (int part = 0; part < kMmasM; ++part) {
-      const u64 a = advance_descriptor(k_major_descriptor<128>(rows + part * 64 * kRowBytes), i * 32);
-      wgmma<T, kMajorK, kWeights>(accum[part], a, b, adds);
-    }
-  };
-#pragma unroll
-  for (int i = 0; i < kMmas; ++i) one(i, i > 0 ? 1 : add);
+  run(Constant<kMmasK>{}, last == kMmasK ? steps : steps - steps / chunks);
+  if (last == 1) run(Constant<1>{}, steps);
+  if (last == 2) run(Constant<2>{}, steps);
+  if (last == 3) run(Constant<3>{}, steps);
 }
 
 // Each warp signals that its warpgroup's wgmmas have read a stage.
@@ -57,26 +32,10 @@ __device__ __forceinline__ void release_stage(const SharedLayout& smem, int stag
   }
 }
 
-__device__ __forceinline__ void clear(Sums& accum) {
-#pragma unroll
-  for (int part = 0; part < kMmasM; ++part) {
-#pragma unroll
-    for (int j = 0; j < kFragmentsN; ++j) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) accum[part][j][e] = 0.0f;
-    }
-  }
-}
-
-__device__ __forceinline__ void fence_sums(Sums& accum) {
-#pragma unroll
-  for (int part = 0; part < kMmasM; ++part) fence_accumulators(accum[part]);
-}
-
 // Waits for a tile's last products, which read stage `last`, or none if that is negative.
-__device__ __forceinline__ void end_mainloop(const SharedLayout& smem, int last, Sums& accum) {
+__device__ __forceinline__ void end_mainloop(const SharedLayout& smem, int last, Accumulators& accum) {
   wgmma_wait<0>();
-  fence_sums(accum);
+  fence_accumulators(accum);
   if (last >= 0) release_stage(smem, last);
 }
 

@@ -3,6 +3,7 @@
 
 #include "ptx/load_store.cuh"
 #include "conv/hopper_gather.cuh"
+#include "core/staging.cuh"
 #include "core/vectors.cuh"
 #include "ptx/warpgroup.cuh"
 
@@ -11,7 +12,19 @@ namespace convgrad {
 // Staging buffer per warp: 16 rows of 128 bytes.
 constexpr u32 kWarpStagingBytes = 16 * 128, kStagingBytes = 4 * kWarpStagingBytes;
 
-// The results of a warpgroup: kParts * 64 pixels x kFragments * 8 channels, in wgmma's accumulator layout.
+// Element offset of a pixel's channel 0 in the result.
+__device__ __forceinline__ i64 result_at(const HopperGatherArgs& args, const GatherPhase& phase,
+                                         const PixelAt& pixel) {
+  i64 at = image(pixel, args.images_first) * args.y_stride[0];
+#pragma unroll
+  for (int d = 0; d < 3; ++d) {
+    const int m = position(pixel, d, args.images_first);
+    at += (phase.axis[d].y0 + m * args.y_step[d]) * args.y_stride[3 + d];
+  }
+  return at;
+}
+
+// The results of a warpgroup: kMmasM * 64 pixels x kFragmentsN * 8 channels, in wgmma's accumulator layout.
 template <class T, int kMmasM, int kFragmentsN>
 struct Results {
   static constexpr int kChunk = 16 / static_cast<int>(sizeof(T));
@@ -38,7 +51,7 @@ struct Results {
     static_assert(kMmasM <= 2, "a lane for each of a warp's rows");
     const int pixel = first_pixel + lane / 16 % kMmasM * 64 + warp * 16 + lane % 16;
     const PixelAt found = pixel_at(phase, pixel);
-    row_at = pixel < phase.pixels && is_result(phase, found) ? result_at(found) : -1;
+    row_at = pixel < phase.pixels && is_result(phase, found) ? result_at(args, phase, found) : -1;
   }
 
   // Element offset of channel 0 of one of the warp's 16 rows; negative past the last pixel.
@@ -59,17 +72,6 @@ struct Results {
     } else {
       store_finished(accum);
     }
-  }
-
-  // Element offset of a pixel's channel 0.
-  __device__ __forceinline__ i64 result_at(const PixelAt& pixel) const {
-    i64 at = image(pixel, args.images_first) * args.y_stride[0];
-#pragma unroll
-    for (int d = 0; d < 3; ++d) {
-      const int m = position(pixel, d, args.images_first);
-      at += (phase.axis[d].y0 + m * args.y_step[d]) * args.y_stride[3 + d];
-    }
-    return at;
   }
 
   // Plain results, rounded, in rows of 128 bytes: through the warp's staging buffer, so that eight lanes store a
@@ -203,14 +205,6 @@ struct Results {
     return staging_rows + row * 128 + (column / 4 ^ (row & 7)) * 16 + column % 4 * 4;
   }
 
-  __device__ __forceinline__ float finished(float value, i64 at, int channel) const {
-    const T* const accumulate = static_cast<const T*>(args.accumulate);
-    const T* const bias = static_cast<const T*>(args.bias);
-    return finish<T, float>(value, args.alpha, args.beta,
-                            accumulate == nullptr ? nullptr : accumulate + at,
-                            bias == nullptr ? nullptr : bias + channel, args.activation);
-  }
-
   __device__ __forceinline__ void store_chunks(u32 staging_rows, int in_part, int channel) const {
     using Chunk = Vector<T, kChunk>;
     constexpr int kOfRow = 32 / kChunk;
@@ -251,10 +245,9 @@ struct Results {
       const i64 at = row_start + (channel + column) * args.y_stride[2];
       if (row_start < 0 || channel + column >= end_channel) continue;
       const float value = __uint_as_float(ld_shared_u32(staging_address(staging_rows, row, column)));
-      static_cast<T*>(args.y)[at] = narrow<T>(finished(value, at, channel + column));
+      static_cast<T*>(args.y)[at] = narrow<T>(finish_at<T>(args, value, at, channel + column));
     }
   }
-
 
   // Finishes and stores eight sums of a pixel, channels `channel` on, of which the first lies at `at`.
   __device__ __forceinline__ void store_eight(i64 at, int channel, const float (&sums)[8]) const {
@@ -267,7 +260,7 @@ struct Results {
 #pragma unroll
         for (int e = 0; e < kChunk; ++e) {
           const float sum = sums[first + e];
-          chunk.at[e] = narrow<T>(args.plain ? sum : finished(sum, at + first + e, channel + first + e));
+          chunk.at[e] = narrow<T>(args.plain ? sum : finish_at<T>(args, sum, at + first + e, channel + first + e));
         }
         chunk.store(static_cast<T*>(args.y) + at + first);
       }
@@ -277,7 +270,7 @@ struct Results {
     for (int e = 0; e < 8; ++e) {
       if (channel + e >= end_channel) return;
       const i64 here = at + e * args.y_stride[2];
-      static_cast<T*>(args.y)[here] = narrow<T>(finished(sums[e], here, channel + e));
+      static_cast<T*>(args.y)[here] = narrow<T>(finish_at<T>(args, sums[e], here, channel + e));
     }
   }
 };

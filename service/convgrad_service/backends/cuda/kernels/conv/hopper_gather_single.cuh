@@ -27,31 +27,6 @@
 namespace convgrad {
 namespace {
 
-__device__ __forceinline__ void clear(Accumulators& accum) {
-#pragma unroll
-  for (int i = 0; i < kMmasM; ++i) {
-#pragma unroll
-    for (int j = 0; j < kFragmentsN; ++j) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) accum[i][j][e] = 0.0f;
-    }
-  }
-}
-
-// Issues a k-tile's wgmmas, of one tap; `rows` are this warpgroup's.
-__device__ __forceinline__ void issue_k_tile(Accumulators& accum, u32 rows, u32 weights, int add) {
-#pragma unroll
-  for (int i = 0; i < kMmasK; ++i) {
-    const u64 b = ACROSS ? advance_descriptor(mn_major_descriptor<128>(weights, kBoxBytes), i * kMmaK * kRowBytes)
-                         : advance_descriptor(k_major_descriptor<128>(weights), i * 32);
-#pragma unroll
-    for (int part = 0; part < kMmasM; ++part) {
-      const u64 a = advance_descriptor(k_major_descriptor<128>(rows + part * 64 * kRowBytes), i * 32);
-      wgmma<T, kMajorK, kWeights>(accum[part], a, b, i > 0 || add);
-    }
-  }
-}
-
 // This warpgroup's accumulators over `steps` k-tiles, of which the first tap of a row starts at pixel `first_shift`.
 __device__ __forceinline__ void mainloop(const HopperGatherArgs& args, const SharedLayout& smem, int steps,
                                          int first_shift, Accumulators& accum) {
@@ -71,7 +46,7 @@ __device__ __forceinline__ void mainloop(const HopperGatherArgs& args, const Sha
     }
     multiply_parts(
         [&](Accumulators& to, int of_a, int of_b, int add) {
-          issue_k_tile(to, smem.stage(stages[of_a]) + first_row * kRowBytes, smem.stage(stages[of_b]) + kABytes, add);
+          issue_k_tile<kMmasK>(to, smem.stage(stages[of_a]) + first_row * kRowBytes, smem.stage(stages[of_b]) + kABytes, add);
         },
         [&](int part) {
           if (lane == 0) mbarrier_arrive(smem.empty_barrier(stages[part]));
@@ -89,7 +64,7 @@ __device__ __forceinline__ void mainloop(const HopperGatherArgs& args, const Sha
 #pragma unroll
     for (int tap = 0; tap < TAPS; ++tap) {
       const u32 at = TAPS > 1 ? rows + (first_shift + tap * shift) * kRowBytes : rows, to = weights + tap * kBBytes;
-      issue_k_tile(accum, at, to, tap > 0 || step > 0);
+      issue_k_tile<kMmasK>(accum, at, to, tap > 0 || step > 0);
     }
     wgmma_commit();
     wgmma_wait<1>();
@@ -98,8 +73,7 @@ __device__ __forceinline__ void mainloop(const HopperGatherArgs& args, const Sha
     state.advance(smem.stages);
   }
   wgmma_wait<0>();
-#pragma unroll
-  for (int part = 0; part < kMmasM; ++part) fence_accumulators(accum[part]);
+  fence_accumulators(accum);
 #endif
 }
 

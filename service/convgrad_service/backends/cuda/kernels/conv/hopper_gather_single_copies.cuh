@@ -1,8 +1,7 @@
-// hopper_gather_single.cuh's tile shapes and shared-memory layout, the k-tiles of a block, and its producer
-// warps.
+// hopper_gather_single.cuh's shared-memory layout, the k-tiles of a block, and its producer warps.
 #pragma once
 
-#include "conv/hopper_gather.cuh"
+#include "conv/hopper_gather_tile.cuh"
 #include "conv/hopper_gather_result.cuh"
 #include "core/pipeline_state.cuh"
 #include "core/split_k_reduce.cuh"
@@ -11,23 +10,10 @@
 namespace convgrad {
 namespace {
 
-using T = ELEMENT;
-constexpr int kRowBytes = 128, kTileK = kRowBytes / static_cast<int>(sizeof(T));
-constexpr int kMmaK = 32 / static_cast<int>(sizeof(T)), kMmasK = kTileK / kMmaK;
-constexpr int kBoxColumns = 64, kBoxes = (BN + kBoxColumns - 1) / kBoxColumns;
-// With TAPS > 1 a stage has the pixels for all taps of a kernel row, at most eight more than the tile's.
-constexpr u32 kABytes = (BM + (TAPS > 1 ? 8 : 0)) * kRowBytes, kBBytes = kBoxes * kBoxColumns * kRowBytes;
-constexpr u32 kStageBytes = kABytes + TAPS * kBBytes;
-constexpr int kWarpgroupRows = BM / CONSUMERS, kMmasM = kWarpgroupRows / 64, kFragmentsN = BN / 8;
 // Registers allow the code for a bias and an activation.
 constexpr bool kFinishes = sizeof(T) == 2 && PARTS == 1 && MAPS == 1 && kMmasM * kFragmentsN * 4 <= 128;
-constexpr int kBoxBytes = kTileK * kRowBytes;
-constexpr Major kWeights = ACROSS ? kMajorMn : kMajorK;
 constexpr int kConsumers = CONSUMERS * 128, kThreads = kConsumers + 64;
-constexpr int kMaxTaps = 128;
-constexpr int kArgumentWords = (sizeof(HopperGatherArgs) - sizeof(TensorMap) * (MAPS + 1)) / 4 - 1;
 static_assert(PARTS == 1 || TAPS == 1, "a stage has one part of one tap");
-using Accumulators = float[kMmasM][kFragmentsN][4];
 using Reduce = SplitKReduce<kMmasM * kFragmentsN, CONSUMERS * 4>;
 
 struct SharedLayout {
@@ -149,19 +135,6 @@ __device__ __forceinline__ void sync_block(bool split) {
 }
 
 template <int kDims, bool kImages>
-__device__ __forceinline__ void load_pixels(u32 to, u32 barrier, const TensorMap& map, const int (&at)[4],
-                                            int channel, int dd, int dh, int dw) {
-  const int n = at[3], d = at[0], h = at[1], w = at[2];
-  // The slowest dimension has no im2col offset: its displacement is added to the coordinate.
-  if constexpr (kDims == 3 && !kImages) tma_load_im2col<3>(to, map, barrier, {channel, w, n}, {dw});
-  if constexpr (kDims == 4 && !kImages) tma_load_im2col<4>(to, map, barrier, {channel, w, h, n}, {dw, dh});
-  if constexpr (kDims == 5 && !kImages) tma_load_im2col<5>(to, map, barrier, {channel, w, h, d, n}, {dw, dh, dd});
-  if constexpr (kDims == 3 && kImages) tma_load_im2col<3>(to, map, barrier, {channel, n, w + dw}, {0});
-  if constexpr (kDims == 4 && kImages) tma_load_im2col<4>(to, map, barrier, {channel, n, w, h + dh}, {0, dw});
-  if constexpr (kDims == 5 && kImages) tma_load_im2col<5>(to, map, barrier, {channel, n, w, h, d + dd}, {0, dw, dh});
-}
-
-template <int kDims, bool kImages>
 __device__ __forceinline__ void produce_pixels(const HopperGatherArgs& args, const SharedLayout& smem) {
   const Place place(args);
   const GatherPhase& phase = phase_of(args, place.tile.phase);
@@ -186,7 +159,7 @@ __device__ __forceinline__ void produce_pixels(const HopperGatherArgs& args, con
       const u32 barrier = smem.full_barrier(state.index);
       mbarrier_arrive_expect_tx(barrier, args.a_bytes);
       if (PARTS > 1) at[3] = first_image + part * args.images;
-      load_pixels<kDims, kImages>(smem.stage(state.index), barrier, map, at, first_channel + channel, base[0] + t * tap[0],
+      load_im2col<kDims, kImages>(smem.stage(state.index), barrier, map, at, first_channel + channel, base[0] + t * tap[0],
                                   base[1] + r * tap[1], base[2] + s * tap[2]);
       state.advance(smem.stages);
     }
@@ -231,7 +204,7 @@ __device__ __forceinline__ void produce_weights(const HopperGatherArgs& args, co
     for (int part = PARTS - 1; part >= 0; --part) {
       if (waits) mbarrier_wait(smem.empty_barrier(state.index), state.parity);
       const u32 barrier = smem.full_barrier(state.index), to = smem.stage(state.index) + kABytes;
-      mbarrier_arrive_expect_tx(barrier, TAPS * (ACROSS ? kBBytes : BN * kRowBytes));
+      mbarrier_arrive_expect_tx(barrier, kWeightBytes);
 #pragma unroll
       for (int tap = 0; tap < TAPS; ++tap) {
         const int s_tap = s + tap * step[2];

@@ -37,11 +37,6 @@ constexpr int kThreads = 384, kWarpgroups = 2, kFirstProducerWarp = 8;  // the f
 constexpr int kConsumers = kWarpgroups * 4;                   // warps
 constexpr int kConsumerBarrier = 1;                               // a named barrier
 
-template <int kCount>
-struct Count {
-  static constexpr int value = kCount;
-};
-
 struct Barriers {
   u32 x_full, x_empty, w_full, w_empty;
 };
@@ -203,12 +198,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
           // Three taps at a time, so that the tensor cores do not wait for address arithmetic.
           int j = 0;
           for (; j + 3 <= taps; j += 3) {
-            multiply_taps(a_step, b_step, &tables.tap[step.first_tap + j], Count<3>());
+            multiply_taps(a_step, b_step, &tables.tap[step.first_tap + j], Constant<3>());
           }
           if (j + 2 == taps) {
-            multiply_taps(a_step, b_step, &tables.tap[step.first_tap + j], Count<2>());
+            multiply_taps(a_step, b_step, &tables.tap[step.first_tap + j], Constant<2>());
           } else if (j + 1 == taps) {
-            multiply_taps(a_step, b_step, &tables.tap[step.first_tap + j], Count<1>());
+            multiply_taps(a_step, b_step, &tables.tap[step.first_tap + j], Constant<1>());
           }
           x_empty_barrier = step.last ? barriers.x_empty + 8 * x_state.index : 0;
           w_empty_barrier = args.slots != 0 ? barriers.w_empty + 8 * w_at : 0;

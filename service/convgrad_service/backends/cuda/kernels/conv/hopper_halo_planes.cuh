@@ -3,6 +3,7 @@
 #pragma once
 
 #include "conv/hopper_halo_args.cuh"
+#include "core/staging.cuh"
 
 namespace convgrad {
 
@@ -32,10 +33,7 @@ __device__ __forceinline__ void put_chunks(const Results& to, const float (&sum)
   for (int j = 0; j < kFragments; j += kBatch) {
 #pragma unroll
     for (int k = j; k < j + kBatch && k < kFragments; k += 2) {
-      const u32 words[4] = {narrow_x2<T>(sum[k][0], sum[k][1]), narrow_x2<T>(sum[k][2], sum[k][3]),
-                            narrow_x2<T>(sum[k + 1][0], sum[k + 1][1]),
-                            narrow_x2<T>(sum[k + 1][2], sum[k + 1][3])};
-      stmatrix(staging + lane % 16 * kHaloPitch + (k + lane / 16) % 8 * 16, words);
+      store_fragments<T>(staging + lane % 16 * kHaloPitch + (k + lane / 16) % 8 * 16, sum[k], sum[k + 1]);
     }
     __syncwarp();
     const bool last = j + kBatch >= kFragments;

@@ -148,7 +148,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
     if (reduces_in_grid && thread == 0 && !last_unit().whole) {
       rendezvous_begin(args.met + (last_unit().tile - of.whole));
     }
-    int parity_index = 0;
+    int tile_boxes = 0;
     float sum[ROWS][PRODUCTS][kFragments][4], of_step[ROWS][PRODUCTS][kFragments][4];
     auto& products = kPromotes ? of_step : sum;  // what wgmma adds to
     const float unscale = kPromotes ? *args.unscale : 1;
@@ -244,9 +244,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
       if (!(kReduces && kMulticasts)) release(last);
       // Recomputed, to save registers during the mainloop.
       const Unit finished = unit_of(opaque_value(index));
-      parity_index ^= 1;
+      tile_boxes ^= 1;
       if (thread < of.boxes) {
-        boxes[parity_index][thread] = box_at(of, place_of(of, finished.tile).column * of.boxes + thread);
+        boxes[tile_boxes][thread] = box_at(of, place_of(of, finished.tile).column * of.boxes + thread);
       }
       // All warpgroups have finished reading the stages, and the boxes of the unit before the previous.
       named_barrier_sync(1, WARPGROUPS * 128);
@@ -254,24 +254,24 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
         cluster_arrive();
         Sums::leave(base, reduce_barriers, reduce_rank, load_rank, sum);
       } else {
-        store_accumulators<T>(args, finished, warpgroup, thread % 128, boxes[parity_index], sum);
+        store_accumulators<T>(args, finished, warpgroup, thread % 128, boxes[tile_boxes], sum);
       }
     }
     if (reduces_in_grid && !last_unit().whole) {
-      reduce_in_grid<ROWS, PRODUCTS, kFragments>(args, last_unit(), boxes[parity_index],
+      reduce_in_grid<ROWS, PRODUCTS, kFragments>(args, last_unit(), boxes[tile_boxes],
                                                reinterpret_cast<float4*>(base));
     }
     if constexpr (kReduces) {
       Sums::add(args, unit_of(blockIdx.x / CLUSTER),
-                reinterpret_cast<const float4*>(base), reduce_barriers, reduce_rank, boxes[parity_index]);
+                reinterpret_cast<const float4*>(base), reduce_barriers, reduce_rank, boxes[tile_boxes]);
     }
   } else {
     setmaxnreg_dec<PRODUCER_REGISTERS>();
     if (elect_one()) {
-      const int parity_index = warp % 4;
+      const int producer = warp % 4;
       for (int index = blockIdx.x / CLUSTER; index < units; index += unit_step) {
-        load_unit<Layout, kLoadSharing, kProducers>(args, unit_of, index, pipeline, parity_index, load_rank,
-                                             first_load_rank, args.box_bytes, loaded_boxes[parity_index]);
+        load_unit<Layout, kLoadSharing, kProducers>(args, unit_of, index, pipeline, producer, load_rank,
+                                             first_load_rank, args.box_bytes, loaded_boxes[producer]);
       }
     }
     if (kReduces) {

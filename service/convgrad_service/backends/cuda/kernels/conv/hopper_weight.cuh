@@ -5,7 +5,7 @@
 #include "ptx/load_store.cuh"
 #include "core/divider.cuh"
 #include "core/epilogue.cuh"
-#include "ptx/mma.cuh"
+#include "core/fragments.cuh"
 
 namespace convgrad {
 
@@ -115,15 +115,6 @@ __device__ __forceinline__ i64 result_at(const WeightResult& of, int group, int 
          box.r * of.w_stride[4] + box.s * of.w_stride[5];
 }
 
-// Two consecutive elements, aligned to their combined size.
-__device__ __forceinline__ void put_pair(float* to, float first, float second) {
-  *reinterpret_cast<float2*>(to) = make_float2(first, second);
-}
-template <class R>
-__device__ __forceinline__ void put_pair(R* to, float first, float second) {
-  *reinterpret_cast<u32*>(to) = narrow_x2<R>(first, second);
-}
-
 // Finishes and stores the sums of a channel and, where `both`, of the next.
 template <class R>
 __device__ __forceinline__ void put_two(const WeightResult& of, i64 at, float first, float second,
@@ -145,7 +136,7 @@ __device__ __forceinline__ void put_two(const WeightResult& of, i64 at, float fi
     w[at] = narrow<R>(first);
     w[at + of.w_stride[2]] = narrow<R>(second);
   } else {
-    put_pair(w + at, first, second);
+    store_pair(w + at, first, second);
   }
 }
 

@@ -3,12 +3,13 @@
 #pragma once
 
 #include "conv/hopper_weight_result.cuh"
+#include "core/partial_sums.cuh"
 #include "ptx/warpgroup.cuh"
 
 namespace convgrad {
 
 // The tile's quads (four adjacent fragments, finished together) are divided into slices, one for each of
-// the kCluster blocks that share the tile (every kApart-th block of the cluster). Each block stores its
+// the kCluster blocks that share the tile (every kRankStride-th block of the cluster). Each block stores its
 // accumulators in shared memory, where the pipeline's stages were, and sends each slice to its owner as
 // soon as it is complete; received quads follow the tile's own. An owner reduces all blocks' quads, in
 // their order, as they arrive.
@@ -36,9 +37,9 @@ struct ClusterReduction {
     const int warpgroup = threadIdx.x / 128, thread = threadIdx.x % 128;
     float4* const to = reinterpret_cast<float4*>(base) + warpgroup * (kOwnQuads * 512) + thread;
 #pragma unroll
-    for (int parity_index = 0; parity_index < kOwnQuads; ++parity_index) {
+    for (int turn = 0; turn < kOwnQuads; ++turn) {
       // Alternates between the two halves, which belong to different slices.
-      const int own = kOwnQuads % 2 ? parity_index : parity_index % 2 * (kOwnQuads / 2) + parity_index / 2;
+      const int own = kOwnQuads % 2 ? turn : turn % 2 * (kOwnQuads / 2) + turn / 2;
 #pragma unroll
       for (int v = own * 4; v < own * 4 + 4; ++v) {
         const float(&of)[4] = sum[v / kFragments / kProducts][v / kFragments % kProducts][v % kFragments];
@@ -46,9 +47,9 @@ struct ClusterReduction {
       }
       fence_proxy_async();
       named_barrier_sync(2 + warpgroup, 128);
-      if (parity_index == 0) cluster_wait();
+      if (turn == 0) cluster_wait();
       const int quad = warpgroup * kOwnQuads + own, other = owner_of(quad);
-      if (thread == parity_index % 4 * 32 && other != block) {
+      if (thread == turn % 4 * 32 && other != block) {
         const u32 sums = shared_address(base);
         bulk_copy_to_peer(sums + place_of(other, block, quad) * kQuadBytes, sums + quad * kQuadBytes,
                    kQuadBytes, reduce_barriers + (quad - first_of(other)) * 8, other * kRankStride + tile);
@@ -85,7 +86,7 @@ struct ClusterReduction {
 #pragma unroll
         for (int v = 0; v < 4; ++v) {
           const float4 four = sums[from * 512 + v * 128 + lane];
-          sum[v].x += four.x, sum[v].y += four.y, sum[v].z += four.z, sum[v].w += four.w;
+          convgrad::add(sum[v], four);
         }
       }
       if (of.shares > 1) {

@@ -42,7 +42,7 @@ struct Step {
 template <class Step, int kCluster, int kProducers, class UnitOf>
 __device__ __forceinline__ void load_unit(const HopperWeightArgs& args, const UnitOf& unit_of,
                                            int number, Pipeline& pipeline,
-                                           int parity_index, int block, int first_block,
+                                           int producer, int block, int first_block,
                                            u32 x_box_bytes, LoadedBox* own) {
   const WeightResult& of = args.result;
   const bool y_shared = kCluster > 1 && !of.rows_first, x_shared = kCluster > 1 && of.rows_first;
@@ -51,11 +51,11 @@ __device__ __forceinline__ void load_unit(const HopperWeightArgs& args, const Un
   };
   const int of_y = copied_of(Step::kYBoxes, y_shared), all = of_y + copied_of(of.boxes, x_shared);
   // This holds for all units: a thread that waits for stages but loads nothing could be lapped.
-  if (parity_index > 0 && parity_index >= all) return;
+  if (producer > 0 && producer >= all) return;
   const Place place = place_of(of, unit_of(opaque_value(number)).tile);
   int count = 0;
 #pragma unroll 1
-  for (int index = parity_index; index < all; index += kProducers) {
+  for (int index = producer; index < all; index += kProducers) {
     const bool is_y = index < of_y, shared = is_y ? y_shared : x_shared;
     const int in_turn = is_y ? index : index - of_y, i = shared ? in_turn * kCluster + block : in_turn;
     Source source = {place.group * args.y_group + (place.row * Step::kYBoxes + i) * Step::kYChannels, 0, 0, 0};
@@ -70,7 +70,7 @@ __device__ __forceinline__ void load_unit(const HopperWeightArgs& args, const Un
     const u32 to = pipeline.current_stage(), arrived = pipeline.full_barrier(pipeline.stage);
     const Pixel corner = corner_of(args, walk.at);
     mbarrier_wait(pipeline.empty_barrier(pipeline.stage), pipeline.parity ^ 1);
-    if (parity_index == 0) mbarrier_arrive_expect_tx(arrived, args.step_bytes);
+    if (producer == 0) mbarrier_arrive_expect_tx(arrived, args.step_bytes);
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
       const LoadedBox one = own[i];

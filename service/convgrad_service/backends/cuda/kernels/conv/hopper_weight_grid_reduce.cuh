@@ -4,33 +4,11 @@
 #pragma once
 
 #include "conv/hopper_weight_result.cuh"
+#include "core/partial_sums.cuh"
 #include "core/rendezvous.cuh"
 #include "ptx/warpgroup.cuh"
 
 namespace convgrad {
-
-// Adds to kEach sums the vectors `each` apart of up to kShares shares, all loads in flight at once.
-template <int kEach, int kShares>
-__device__ __forceinline__ void add_shares(const float4* from, int each, i64 share_size, int shares,
-                                           float4 (&sum)[kEach]) {
-  float4 four[kEach][kShares];
-#pragma unroll
-  for (int i = 0; i < kShares; ++i) {
-#pragma unroll
-    for (int v = 0; v < kEach; ++v) {
-      four[v][i] = {};
-      if (i < shares) four[v][i] = __ldcg(from + i * share_size + v * each);
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < kShares; ++i) {
-#pragma unroll
-    for (int v = 0; v < kEach; ++v) {
-      const float4& one = four[v][i];
-      sum[v].x += one.x, sum[v].y += one.y, sum[v].z += one.z, sum[v].w += one.w;
-    }
-  }
-}
 
 // A block's part of a tile's vectors: met.rank, + met.blocks, ...
 template <int kRows, int kProducts, int kFragments>
@@ -62,8 +40,8 @@ struct Adding {
       float4 sum[4] = {};
 #pragma unroll 1
       for (int share = first; share < last; share += kShares) {
-        add_shares<4, kShares>(partials + share * share_size + index, 128, share_size, last - share,
-                               sum);
+        add_splits<4, kShares>(partials + share * share_size + index, 128, share_size,
+                               [&](int i, int) { return i < last - share; }, sum);
       }
       if (apart) {
         named_barrier_sync(1, kThreads);
@@ -75,7 +53,7 @@ struct Adding {
 #pragma unroll
           for (int v = 0; v < 4; ++v) {
             const float4 four = room[v * kThreads + other * 128 + lane];
-            sum[v].x += four.x, sum[v].y += four.y, sum[v].z += four.z, sum[v].w += four.w;
+            add(sum[v], four);
           }
         }
       }
@@ -95,8 +73,8 @@ struct Adding {
       float4 sum[1] = {};
 #pragma unroll 1
       for (int share = first; share < last && index < kVectors; share += kShares) {
-        add_shares<1, kShares>(partials + share * share_size + index, 0, share_size, last - share,
-                               sum);
+        add_splits<1, kShares>(partials + share * share_size + index, 0, share_size,
+                               [&](int i, int) { return i < last - share; }, sum);
       }
       named_barrier_sync(1, kThreads);
       room[thread] = sum[0];
@@ -104,7 +82,7 @@ struct Adding {
       if (slice > 0 || index >= kVectors) continue;
       for (int other = 1; other < slices; ++other) {
         const float4 four = room[other * lanes + lane];
-        sum[0].x += four.x, sum[0].y += four.y, sum[0].z += four.z, sum[0].w += four.w;
+        add(sum[0], four);
       }
       finish_four<kRows, kProducts, kFragments>(args, place, index, sum[0], boxes);
     }

@@ -66,7 +66,7 @@ __device__ __forceinline__ void put_whole(const HopperWeightArgs& args, const Un
               const float(&from)[4] = sum[i][j][block * kInBlock + f];
               const float first = from[half * 2], second = from[half * 2 + 1];
               if (f * 8 + own.column >= channels) continue;
-              put_pair(static_cast<float*>(of.w) + row + f * 8 + own.column, first, second);
+              store_pair(static_cast<float*>(of.w) + row + f * 8 + own.column, first, second);
             }
           } else if constexpr (sizeof(E) == 2) {
 #pragma unroll
@@ -178,7 +178,7 @@ __device__ __forceinline__ void finish_quad(const HopperWeightArgs& args, const 
         const float first = half == 0 ? sum[e].x : sum[e].z;
         const float second = half == 0 ? sum[e].y : sum[e].w;
         if constexpr (sizeof(E) == 4) {
-          if (e * 8 < channels) put_pair(to + half * 8 * of.w_stride[1] + e * 8 + lane * 2, first, second);
+          if (e * 8 < channels) store_pair(to + half * 8 * of.w_stride[1] + e * 8 + lane * 2, first, second);
         } else {
           words[e] = narrow_x2<E>(first, second);
         }

@@ -14,6 +14,7 @@
 // Determinism: one order of additions per result and cluster size.
 // Limits: pixels below 2^31; 64-bit offsets.
 #include "conv/hopper_weight_single.cuh"
+#include "core/fragments.cuh"
 #include "core/opaque.cuh"
 #include "core/pipeline_state.cuh"
 #include "core/result_run.cuh"
@@ -135,8 +136,7 @@ __device__ __forceinline__ void mainloop(const SharedLayout& smem, int steps, Ac
     state.advance(smem.stages);
   }
   wgmma_wait<0>();
-#pragma unroll
-  for (int row = 0; row < kRowBlocks; ++row) fence_accumulators(accum[row]);
+  fence_accumulators(accum);
 }
 
 // Finishes and stores the fragments that this block owns.
@@ -204,16 +204,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, CONSUMERS == 1 ? 2 : 1)
     const int steps = steps_of(args, rank);
     Accumulators accum;
     mainloop(smem, steps, accum);
-    if (steps == 0) {
-#pragma unroll
-      for (int i = 0; i < kRowBlocks; ++i) {
-#pragma unroll
-        for (int j = 0; j < kFragments; ++j) {
-#pragma unroll
-          for (int e = 0; e < 4; ++e) accum[i][j][e] = 0.0f;
-        }
-      }
-    }
+    if (steps == 0) clear(accum);
     cluster_wait();
     reduce.exchange(accum);
     store_owned(args, reduce);

@@ -126,20 +126,16 @@ __device__ __forceinline__ void load_box(const HopperWeightArgs& args, const Ten
   const u32 blocks = ((1u << kCluster) - 1) << first_block;
   if constexpr (PLANES) {
     const int where[4] = {at.w + from.w, from.c, at.h + from.h, at.d + from.d};
-    if constexpr (kCluster > 1) tma_load_multicast<4>(blocks, to, map, full, where);
-    else tma_load<4>(to, map, full, where);
+    tma_load_multicast<4, (kCluster > 1)>(blocks, to, map, full, where);
   } else if (args.dims == 2) {
     const int where[4] = {from.c, at.w, at.h, at.n}, by[2] = {from.w, from.h};
-    if constexpr (kCluster > 1) tma_load_im2col_multicast<4>(blocks, to, map, full, where, by);
-    else tma_load_im2col<4>(to, map, full, where, by);
+    tma_load_im2col_multicast<4, (kCluster > 1)>(blocks, to, map, full, where, by);
   } else if (args.dims == 3) {
     const int where[5] = {from.c, at.w, at.h, at.d, at.n}, by[3] = {from.w, from.h, from.d};
-    if constexpr (kCluster > 1) tma_load_im2col_multicast<5>(blocks, to, map, full, where, by);
-    else tma_load_im2col<5>(to, map, full, where, by);
+    tma_load_im2col_multicast<5, (kCluster > 1)>(blocks, to, map, full, where, by);
   } else {
     const int where[3] = {from.c, at.w, at.n}, by[1] = {from.w};
-    if constexpr (kCluster > 1) tma_load_im2col_multicast<3>(blocks, to, map, full, where, by);
-    else tma_load_im2col<3>(to, map, full, where, by);
+    tma_load_im2col_multicast<3, (kCluster > 1)>(blocks, to, map, full, where, by);
   }
 }
 

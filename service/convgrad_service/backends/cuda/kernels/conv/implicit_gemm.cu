@@ -73,31 +73,22 @@ using TileA = Gemm::TileA;
 using TileB = Gemm::TileB;
 constexpr int kThreads = Gemm::kThreads;
 
-template <bool kFirst, class A, class B>
-struct Either {
-  using type = A;
-};
-template <class A, class B>
-struct Either<false, A, B> {
-  using type = B;
-};
-
-using Pixels = Either<
+using Pixels = Conditional<
     kElements, PlanePixels<TileA, kThreads>,
-    Either<kPlanes, PointwisePixels<TileA, kThreads, kFlat ? 4 : 1>,
+    Conditional<kPlanes, PointwisePixels<TileA, kThreads, kFlat ? 4 : 1>,
            PixelRows<ELEMENT, TileA, kThreads, VECTOR>>::type>::type;
 using Weights =
-    Either<kElements, PlaneWeights<TileB, kThreads>,
-           Either<kWeightColumns, WeightColumns<ELEMENT, TileB, kThreads, VECTOR>,
+    Conditional<kElements, PlaneWeights<TileB, kThreads>,
+           Conditional<kWeightColumns, WeightColumns<ELEMENT, TileB, kThreads, VECTOR>,
                   WeightRows<ELEMENT, TileB, kThreads, VECTOR>>::type>::type;
-using Gradient = Either<
+using Gradient = Conditional<
     kElements, PlaneGradient<TileA, kThreads>,
-    Either<kFlat, FlatPixels<TileA, kThreads, true>,
+    Conditional<kFlat, FlatPixels<TileA, kThreads, true>,
            GradientPixels<ELEMENT, TileA, kThreads, VECTOR>>::type>::type;
-using Input = Either<kElements, PlaneTaps<TileB, kThreads>,
-                     Either<kFlat, FlatPixels<TileB, kThreads, false>,
+using Input = Conditional<kElements, PlaneTaps<TileB, kThreads>,
+                     Conditional<kFlat, FlatPixels<TileB, kThreads, false>,
                             TapColumns<ELEMENT, TileB, kThreads, VECTOR>>::type>::type;
-using Load = Loads<Gemm, Either<kWgrad, Gradient, Pixels>::type, Either<kWgrad, Input, Weights>::type>;
+using Load = Loads<Gemm, Conditional<kWgrad, Gradient, Pixels>::type, Conditional<kWgrad, Input, Weights>::type>;
 using Reduce = ClusterReduce<Gemm>;
 
 // Calls each(index, fragment, fragment_row, row, column) for this thread's part of the owned fragments:

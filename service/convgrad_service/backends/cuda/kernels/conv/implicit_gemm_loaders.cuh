@@ -7,7 +7,8 @@
 namespace convgrad {
 
 // Loaders are called once per k-tile, in order. They compute the addresses of the next k-tile after
-// issuing the copies of the current one, so that copies never wait for addresses.
+// issuing the copies of the current one, so that copies never wait for addresses. at(i) is the offset of this
+// thread's copy i in the tile.
 
 // A of fprop and dgrad: rows are pixels of the result, columns are source channels at a tap.
 template <class T, class Tile, int kThreads, int kVector>
@@ -40,7 +41,6 @@ class PixelRows {
     }
     find_tap(phases);
   }
-  // The offset of this thread's copy i in the tile.
   __device__ __forceinline__ u32 at(int i) const { return own_.at(i); }
   __device__ __forceinline__ void load(u32 tile, const Phases& phases) {
     const int real = chunk_.left(args_) * static_cast<int>(sizeof(T));
@@ -115,7 +115,6 @@ class WeightRows {
              (first + Own::row()) * args.other_stride[1]) {
     find_tap(phases);
   }
-  // The offset of this thread's copy i in the tile.
   __device__ __forceinline__ u32 at(int i) const { return own_.at(i); }
   __device__ __forceinline__ void load(u32 tile, const Phases& phases) {
     const int real = chunk_.left(args_) * static_cast<int>(sizeof(T));
@@ -159,7 +158,6 @@ class WeightColumns {
                 (first + Own::column() * kChunk) * static_cast<int>(sizeof(T))) {
     find_tap(phases);
   }
-  // The offset of this thread's copy i in the tile.
   __device__ __forceinline__ u32 at(int i) const { return own_.at(i); }
   __device__ __forceinline__ void load(u32 tile, const Phases& phases) {
     const int real = columns_ * static_cast<int>(sizeof(T));
@@ -262,7 +260,6 @@ class GradientPixels {
             (first + Own::column() * TapChunk<T>::kElements) * static_cast<int>(sizeof(T));
     if (args.linear_other) from_ += (step * Tile::kRows + Own::row()) * args.other_stride[5];
   }
-  // The offset of this thread's copy i in the tile.
   __device__ __forceinline__ u32 at(int i) const { return own_.at(i); }
   __device__ __forceinline__ void load(u32 tile, const Phases&) {
     const int real = channels_ * static_cast<int>(sizeof(T));
@@ -313,7 +310,6 @@ class TapColumns {
     h_ = phases.h->x0 + tap.h * args.axis[1].x_tap;
     w_ = phases.w->x0 + tap.w * args.axis[2].x_tap;
   }
-  // The offset of this thread's copy i in the tile.
   __device__ __forceinline__ u32 at(int i) const { return own_.at(i); }
   __device__ __forceinline__ void load(u32 tile, const Phases&) {
     const int real = channels_ * static_cast<int>(sizeof(T));

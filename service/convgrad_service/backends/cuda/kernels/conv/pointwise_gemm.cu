@@ -70,11 +70,8 @@ __device__ __forceinline__ void consume_row_tiles(const PointwiseGemmArgs& args,
       mbarrier_wait(smem.order_barrier(turn), order_parity);
       order_parity ^= 1;
     }
-    if constexpr (kUnaligned) {
-      unaligned_mainloop(args, smem, work, state, kPlanes ? tile / args.image_tiles : 0, accum);
-    } else {
-      mainloop(smem, state, work.steps, accum, smem.order_barrier(turn ^ 1));
-    }
+    const int image = kUnaligned && kPlanes ? tile / args.image_tiles : 0;
+    mainloop(args, smem, work, state, image, accum, smem.order_barrier(turn ^ 1));
     if (kPingPong) state.skip(work.steps, smem.stages);
     if (!kTransposed && !args.plain) apply_alpha_bias(args, work.column, accum);
     store_tile(args, work, tile, staging, buffer, accum);
@@ -152,11 +149,7 @@ __device__ __forceinline__ void consume_split_k(const PointwiseGemmArgs& args, c
                                               const BlockWork& work, const Reduce& reduce, int rank) {
   Accumulators accum;
   PipelineState state;
-  if constexpr (kUnaligned) {
-    unaligned_mainloop(args, smem, work, state, 0, accum);
-  } else {
-    mainloop(smem, state, work.steps, accum);
-  }
+  mainloop(args, smem, work, state, 0, accum);
   // Not before the mainloop: initialised registers would make each wgmma wait for the one before.
   if (work.steps == 0) clear(accum);
   cluster_wait();
@@ -251,11 +244,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       const GridReduction reduction(args, work);
       Accumulators accum;
       PipelineState state;
-      if constexpr (kUnaligned) {
-        unaligned_mainloop(args, smem, work, state, 0, accum);
-      } else {
-        mainloop(smem, state, work.steps, accum);
-      }
+      mainloop(args, smem, work, state, 0, accum);
       reduce_in_grid(args, smem, work, reduction, word, accum);
     } else {
 #if !REDUCE

@@ -31,8 +31,9 @@ struct PointwiseGemmArgs {
   int depth;
   int a_whole, b_whole;  // see GemmOperand
   int image_tiles;       // row tiles of an image (PLANES), or its k-tiles (IMAGES)
-  // SHIFTED, and TF32 of planes (pixels, image_stride): pixels of an image, channels that start together (ShiftedPlanes), strides of channels and of the
-  // result's images in elements, and the result's pixels that are stored at once.
+  // SHIFTED, and TF32 of planes (pixels, image_stride): pixels of an image, channels that start together
+  // (ShiftedPlanes), strides of channels and of the result's images in elements, and the result's pixels that are
+  // stored at once.
   int pixels, together, a_channel, b_channel, stored_pixels;
   i64 image_stride;
   // UNALIGNED only, with `a_channel` and `b_channel` as the operands' pitches, `pixels` as the result's columns or those
@@ -85,11 +86,7 @@ struct GemmOperand {
   template <bool kMulticast, int kDims>
   __device__ __forceinline__ static void box(u32 to_blocks, u32 to, const TensorMap& map, u32 barrier,
                                              const int (&at)[kDims]) {
-    if constexpr (kMulticast) {
-      tma_load_multicast<kDims>(to_blocks, to, map, barrier, at);
-    } else {
-      tma_load<kDims>(to, map, barrier, at);
-    }
+    tma_load_multicast<kDims, kMulticast>(to_blocks, to, map, barrier, at);
   }
   // The descriptor for wgmma `i` of a k-tile, from row `first` of the tile on (MN-major: a multiple of 64).
   __device__ __forceinline__ static u64 descriptor(u32 stage, int first, int i) {

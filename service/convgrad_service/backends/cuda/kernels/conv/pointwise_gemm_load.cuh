@@ -7,6 +7,7 @@
 #include "conv/tf32_products.cuh"
 #include "core/result_run.cuh"
 #include "core/split_k_reduce.cuh"
+#include "core/staging.cuh"
 
 using namespace convgrad;
 

@@ -5,17 +5,6 @@
 
 namespace {
 
-__device__ __forceinline__ void clear(Accumulators& accum) {
-#pragma unroll
-  for (int part = 0; part < kMmasM; ++part) {
-#pragma unroll
-    for (int j = 0; j < kFragmentsN; ++j) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) accum[part][j][e] = 0.0f;
-    }
-  }
-}
-
 // The mainloop of one tile: this warpgroup's accumulators over `steps` k-tiles. With PINGPONG, the other one's may
 // start when the last wgmmas are issued.
 __device__ __forceinline__ void mainloop(const SharedLayout& smem, PipelineState& state,
@@ -55,8 +44,7 @@ __device__ __forceinline__ void mainloop(const SharedLayout& smem, PipelineState
 #pragma unroll 1
     for (int step = 0; step < steps; ++step) {
       wgmma_wait<0>();
-#pragma unroll
-      for (int part = 0; part < kMmasM; ++part) fence_accumulators(accum[part]);
+      fence_accumulators(accum);
       if (previous >= 0 && lane < sharers) smem.release(previous, lane);
 #pragma unroll
       for (int i = 0; i < kMmas; ++i) {
@@ -76,8 +64,7 @@ __device__ __forceinline__ void mainloop(const SharedLayout& smem, PipelineState
       if (step + 1 < steps) load();
     }
     wgmma_wait<0>();
-#pragma unroll
-    for (int part = 0; part < kMmasM; ++part) fence_accumulators(accum[part]);
+    fence_accumulators(accum);
     if (previous >= 0 && lane < sharers) smem.release(previous, lane);
   } else {
 #pragma unroll 1
@@ -102,8 +89,7 @@ __device__ __forceinline__ void mainloop(const SharedLayout& smem, PipelineState
       state.advance(smem.stages);
     }
     wgmma_wait<0>();
-#pragma unroll
-    for (int part = 0; part < kMmasM; ++part) fence_accumulators(accum[part]);
+    fence_accumulators(accum);
     if (previous >= 0 && lane < sharers) smem.release(previous, lane);
   }
 }
@@ -132,6 +118,17 @@ __device__ __forceinline__ void unaligned_mainloop(const PointwiseGemmArgs& args
     __syncwarp();
     if (threadIdx.x % 32 == 0) smem.release(state.index, 0);
     state.advance(smem.stages);
+  }
+}
+
+// Either of them.
+__device__ __forceinline__ void mainloop(const PointwiseGemmArgs& args, const SharedLayout& smem, const BlockWork& work,
+                                         PipelineState& state, int image, Accumulators& accum,
+                                         u32 next_order_barrier = 0) {
+  if constexpr (kUnaligned) {
+    unaligned_mainloop(args, smem, work, state, image, accum);
+  } else {
+    mainloop(smem, state, work.steps, accum, next_order_barrier);
   }
 }
 

@@ -149,9 +149,7 @@ __device__ __forceinline__ void store_rows(const PointwiseGemmArgs& args, u32 st
       }
       continue;
     }
-    const u32 words[4] = {narrow_x2<T>(one[0], one[1]), narrow_x2<T>(one[2], one[3]),
-                          narrow_x2<T>(two[0], two[1]), narrow_x2<T>(two[2], two[3])};
-    stmatrix(staging_address(staging, lane % 16, j + lane / 16), words);
+    store_fragments<T>(staging_address(staging, lane % 16, j + lane / 16), one, two);
   }
   if constexpr (kCount % 2) {
     constexpr int j = kCount - 1;
@@ -212,22 +210,7 @@ __device__ __forceinline__ void store_wide(const PointwiseGemmArgs& args, int ro
 // them from fragment `from` on.
 __device__ __forceinline__ void store_columns(const PointwiseGemmArgs& args, u32 staging, int row, int column,
                                               int image, const float (&all)[kFragmentsN][4], int from) {
-  const int lane = threadIdx.x & 31, chunk = threadIdx.x / 32 % 4 * 2 + lane / 8 % 2;
-  const u32 to = staging + lane % 8 * 128 + (chunk ^ (lane % 8)) * 16;
-  constexpr int kCount = kStoredColumns / 8;
-#pragma unroll
-  for (int j = 0; j + 1 < kCount; j += 2) {
-    const float(&one)[4] = all[from + j], (&two)[4] = all[from + j + 1];
-    const u32 words[4] = {narrow_x2<T>(one[0], one[1]), narrow_x2<T>(one[2], one[3]),
-                          narrow_x2<T>(two[0], two[1]), narrow_x2<T>(two[2], two[3])};
-    stmatrix_trans(to + (j + lane / 16) * 1024, words);
-  }
-  if constexpr (kCount % 2) {
-    constexpr int j = kCount - 1;
-    const float(&one)[4] = all[from + j];
-    const u32 words[2] = {narrow_x2<T>(one[0], one[1]), narrow_x2<T>(one[2], one[3])};
-    stmatrix_trans(to + j * 1024, words);
-  }
+  stage_columns<T, kStoredColumns / 8>(staging, all, from);
   fence_proxy_async();
   named_barrier_sync(1 + threadIdx.x / 128, 128);
   if (threadIdx.x % 128 == 0) {

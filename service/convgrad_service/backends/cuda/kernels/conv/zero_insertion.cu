@@ -60,12 +60,5 @@ extern "C" __global__ void __launch_bounds__(256)
     if (at >= 0 && first + e < args.elements) chunk.at[e] = source[start + at];
     if (++x == args.size[2]) x = 0, start = row_start(args, ++row);
   }
-  if (first + kChunk <= args.elements) {
-    chunk.store(target);
-  } else {
-#pragma unroll
-    for (int e = 0; e < kChunk; ++e) {
-      if (first + e < args.elements) target[e] = chunk.at[e];
-    }
-  }
+  chunk.store_part(target, first + kChunk <= args.elements, [&](int e) { return first + e < args.elements; });
 }

@@ -10,11 +10,6 @@ struct Bits16 {
   unsigned short bits;
 };
 
-template <bool kValue>
-struct Is {
-  static constexpr bool value = kValue;
-};
-
 template <class T>
 constexpr bool kDecidedByLaunch = false;
 template <>

@@ -15,6 +15,20 @@ struct bf16 {
   unsigned short bits;
 };
 
+// A compile-time constant as an argument, and one of two types.
+template <int kValue>
+struct Constant {
+  static constexpr int value = kValue;
+};
+template <bool kFirst, class A, class B>
+struct Conditional {
+  using type = A;
+};
+template <class A, class B>
+struct Conditional<false, A, B> {
+  using type = B;
+};
+
 // The type in which elements of type T are accumulated.
 template <class T>
 struct AccumulatorOf {

@@ -34,4 +34,22 @@ __device__ __forceinline__ S finish(S sum, S alpha, S beta, const T* accumulate,
   return activate(sum, activation);
 }
 
+// The same with a kernel argument's scalars and pointers: element `at` of `accumulate`, and `channel` of the bias.
+template <class T, class Args, class S>
+__device__ __forceinline__ S finish_at(const Args& args, S sum, i64 at, i64 channel) {
+  const T* accumulate = static_cast<const T*>(args.accumulate);
+  if (accumulate != nullptr) accumulate += at;
+  const T* bias = static_cast<const T*>(args.bias);
+  if (bias != nullptr) bias += channel;
+  return finish<T, S>(sum, S(args.alpha), S(args.beta), accumulate, bias, args.activation);
+}
+// That of a weight's gradient, which has neither bias nor activation.
+template <class T, class Args, class S>
+__device__ __forceinline__ S finish_at(const Args& args, S sum, i64 at) {
+  const T* accumulate = static_cast<const T*>(args.accumulate);
+  if (accumulate != nullptr) accumulate += at;
+  const T* const no_bias = nullptr;
+  return finish<T, S>(sum, S(args.alpha), S(args.beta), accumulate, no_bias, kNone);
+}
+
 }  // namespace convgrad

@@ -40,10 +40,6 @@ extern "C" __global__ void __launch_bounds__(256)
     to += at * args.stride[dim];
     old += at * args.accumulate_stride[dim];
   }
-  const T* accumulate = static_cast<const T*>(args.accumulate);
-  if (accumulate != nullptr) accumulate += old;
-  const T* const no_bias = nullptr;
-  const S alpha = S(args.alpha), beta = S(args.beta);
-  const ElementAccumulator<T> finished = finish<T, S>(sum, alpha, beta, accumulate, no_bias, kNone);
+  const ElementAccumulator<T> finished = finish_at<T>(args, sum, old);
   static_cast<T*>(args.result)[to] = narrow<T>(finished);
 }

@@ -43,6 +43,18 @@ union Vector {
   __device__ __forceinline__ void store(T* to) const {
     *reinterpret_cast<decltype(Vector::raw)*>(to) = raw;
   }
+  // At once where it is `whole`, else each element e that exists(e).
+  template <class Exists>
+  __device__ __forceinline__ void store_part(T* to, bool whole, const Exists& exists) const {
+    if (whole) {
+      store(to);
+    } else {
+#pragma unroll
+      for (int e = 0; e < V; ++e) {
+        if (exists(e)) to[e] = at[e];
+      }
+    }
+  }
 };
 
 __host__ __device__ constexpr int positive_mod(int a, int b) { return ((a % b) + b) % b; }

@@ -97,13 +97,5 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   Chunk y;
 #pragma unroll
   for (int e = 0; e < kChunk; ++e) y.at[e] = narrow<T>(sums[e]);
-  T* const to = static_cast<T*>(args.y) + first;
-  if (count == kChunk) {
-    y.store(to);
-    return;
-  }
-#pragma unroll
-  for (int e = 0; e < kChunk; ++e) {
-    if (e < count) to[e] = y.at[e];
-  }
+  y.store_part(static_cast<T*>(args.y) + first, count == kChunk, [&](int e) { return e < count; });
 }

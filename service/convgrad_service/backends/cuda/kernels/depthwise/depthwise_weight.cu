@@ -35,18 +35,6 @@ struct DepthwiseWeightArgs : DepthwiseWeightVolume {
   int parts[2];
 };
 
-// Waits, for the whole warp, until all groups of copies but the last kLater are complete.
-template <int kLater>
-__device__ __forceinline__ void wait_for_copies() {
-  cp_async_wait<kLater>();
-  __syncwarp();
-}
-
-__device__ __forceinline__ u32 kept_bits(u32 bits) {
-  asm volatile("" : "+r"(bits));
-  return bits;
-}
-
 // A lane's part of copying rows of kColumns adjacent pixels of kChannels channels, kPiece bytes at a
 // time.
 template <class T, int kPiece, int kChannels, int kColumns>
@@ -92,13 +80,11 @@ struct RowCopier {
   }
 
   // Copies the next row to `offset_bytes` after the first stage.
-  __device__ __forceinline__ void copy(int offset_bytes) { copy(offset_bytes, pitch, 1); }
-  // Returns the current value and advances by elements and rows.
-  __device__ __forceinline__ void copy(int offset_bytes, i64 step, int rows_on) {
+  __device__ __forceinline__ void copy(int offset_bytes) {
     const bool exists = static_cast<u32>(row) < static_cast<u32>(rows);
     const T* from = next[0];
     // Otherwise the compiler would keep many conditions and distances in registers.
-    const u32 here = kMany ? kept_bits(exists ? inside : 0) : inside;
+    const u32 here = kMany ? opaque_value(exists ? inside : 0) : inside;
 #pragma unroll
     for (int i = 0; i < kCopies; ++i) {
       if (i + 1 < kCopies || has_last) {
@@ -212,7 +198,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
       for (int j = 0; j < kTurn; ++j) {
         const int step = turn + j;
         if (step < steps) {
-          wait_for_copies<STAGES - 2>();
+          cp_async_wait<STAGES - 2>();
+          __syncwarp();
           fetch(step + STAGES - 1);
           const int stage = step % STAGES * kStageBytes;
           if constexpr (ROLLED) {

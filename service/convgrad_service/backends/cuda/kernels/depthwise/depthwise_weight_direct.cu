@@ -241,7 +241,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   add_blocks(
       threads, args.partials + static_cast<i64>(channel_tile) * args.blocks * part,
       args.arrived + channel_tile, block, args.blocks, part, shared, last, own_sum,
-      [] { __syncthreads(); },
       [&](int i, float sum) {
         const int tap = i / tile_channels, c = first_channel + i - tap * tile_channels;
         if (c < args.channels) put_gradient_as<T>(args, c, tap / KERNEL, tap % KERNEL, sum);

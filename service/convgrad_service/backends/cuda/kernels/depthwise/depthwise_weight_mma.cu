@@ -7,7 +7,8 @@
 // (depthwise_strips.cuh), N = the 8 columns of a strip of y, M = the 16 columns of x from where the
 // strip's window starts. Each diagonal is one tap; there are at most 8 diagonals, so of two elements 8
 // rows apart only one is used.
-// A block computes up to KERNEL_H rows and 8 columns of taps; larger kernels are divided into parts. A dilated kernel is a larger one of which some taps are unused.
+// A block computes up to KERNEL_H rows and 8 columns of taps; larger kernels are divided into parts. A dilated kernel
+// is a larger one of which some taps are unused.
 // A warp owns CHANNELS channels of the block's items (tiles of strips and chunks of rows) and walks
 // down the rows of x; the rows of y that meet them are in a ring of registers. Rows are processed in
 // groups of ROWS: between two barriers, the block multiplies a group, transposes the next one, and
@@ -103,8 +104,8 @@ __device__ __noinline__ void finish_tile(const DepthwiseWeightMmaArgs& args, flo
     if (c >= args.channels || r % args.dilation[0] != 0 || s % args.dilation[1] != 0) return;
     put_gradient_as<T>(args, c, r / args.dilation[0], s / args.dilation[1], sum);
   };
-  add_blocks(kThreads, partials, args.arrived + own.column, own.block, own.blocks, part, sums, last,
-                       own_sum, [] { __syncthreads(); }, put);
+  add_blocks(kThreads, partials, args.arrived + own.column, own.block, own.blocks, part, sums, last, own_sum,
+             put);
 }
 
 }  // namespace

@@ -9,10 +9,6 @@
 
 namespace convgrad {
 
-__device__ __forceinline__ void add(float4& sum, const float4& more) {
-  sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
-}
-
 template <int kThreads>
 class BlockSums {
  public:
@@ -119,12 +115,12 @@ class BlockSums {
 
 // The sums of a tile of channels over all its blocks, by the last of them to arrive. `own(i)` is the
 // block's sum number i of `part`, a multiple of 4; `partials` has room for all blocks' sums, `shared` for
-// a float4 of each of the `threads` that call this, and for `part` sums. `meet` is their barrier. The
+// a float4 of each of the `threads` that call this, and for `part` sums. The
 // order depends on the number of blocks alone: every n-th by one thread, then those.
-template <class Own, class Meet, class Put>
+template <class Own, class Put>
 __device__ __forceinline__ void add_blocks(int threads, float* partials, unsigned* arrived, int block,
                                            int blocks, int part, float* shared, bool& last,
-                                           const Own& own, const Meet& meet, const Put& put) {
+                                           const Own& own, const Put& put) {
   const int thread = threadIdx.x;
   for (int i = thread; i < part; i += threads) {
     if (blocks == 1) {
@@ -135,9 +131,9 @@ __device__ __forceinline__ void add_blocks(int threads, float* partials, unsigne
   }
   if (blocks == 1) return;
   __threadfence();
-  meet();
+  __syncthreads();
   if (thread == 0) last = atomicInc(arrived, blocks - 1) == blocks - 1;
-  meet();
+  __syncthreads();
   if (!last) return;
   __threadfence();
   const int quads = part / 4, shares = max(1, min(threads / quads, blocks));
@@ -145,7 +141,7 @@ __device__ __forceinline__ void add_blocks(int threads, float* partials, unsigne
     reinterpret_cast<float4*>(shared)[i] = strided_sum(
         reinterpret_cast<const float4*>(partials) + i % quads, i / quads, shares, blocks, quads);
   }
-  meet();
+  __syncthreads();
   for (int i = thread; i < part; i += threads) {
     float sum = 0;
     for (int share = 0; share < shares; ++share) sum += shared[share * part + i];

@@ -86,11 +86,7 @@ __device__ inline void put_weight(const WeightArgs& args, i64 split, i64 group, 
     to += at[dim] * args.w_stride[dim];
     old += at[dim] * args.accumulate_stride[dim];
   }
-  const T* accumulate = static_cast<const T*>(args.accumulate);
-  if (accumulate != nullptr) accumulate += old;
-  const T* const no_bias = nullptr;
-  const S done = finish<T, S>(sum, S(args.alpha), S(args.beta), accumulate, no_bias, kNone);
-  static_cast<T*>(args.w)[to] = narrow<T>(done);
+  static_cast<T*>(args.w)[to] = narrow<T>(finish_at<T>(args, sum, old));
 }
 
 }  // namespace convgrad

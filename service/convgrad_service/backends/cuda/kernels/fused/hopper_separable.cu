@@ -31,33 +31,33 @@ namespace {
 __device__ __forceinline__ void load_boxes(const HopperSeparableArgs& args, const Place& place) {
   const char* const taps = static_cast<const char*>(args.w0);
   const char* const biases = static_cast<const char*>(args.bias0);
-  Turning ring(1);
+  PipelineState ring{0, 1};
 #pragma unroll 1
   for (int item = blockIdx.x; item < args.items; item += gridDim.x) {
     const ItemAt at(args, item);
     const int top = at.row * kStride - args.pad[0], left = at.column * kStride - args.pad[1];
 #pragma unroll 1
     for (int chunk = 0; chunk < args.chunks; ++chunk) {
-      mbarrier_wait(place.x_free(ring.at), ring.parity);
+      mbarrier_wait(place.x_free(ring.index), ring.parity);
       const int first = chunk * kChunk, channels = min(kChunk, args.channels - first);
-      const u32 to = place.boxes + ring.at * kBoxStage, barrier = place.x_full(ring.at);
+      const u32 to = place.boxes + ring.index * kBoxStage, barrier = place.x_full(ring.index);
       mbarrier_arrive_expect_tx(barrier, kBoxBytes + channels * (kTapBytes + (biases != nullptr ? 2 : 0)));
       tma_load<4>(to, args.x_map, barrier, {first, left, top, at.n});
       bulk_load(to + kTapsAt, taps + first * kTapBytes, channels * kTapBytes, barrier);
       if (biases != nullptr) bulk_load(to + kBiasesAt, biases + first * 2, channels * 2, barrier);
-      ring.step(place.x_stages);
+      ring.advance(place.x_stages);
     }
   }
 }
 
 // One thread starts the copies of w1.
 __device__ __forceinline__ void load_weights(const HopperSeparableArgs& args, const Place& place) {
-  Turning ring(1);
+  PipelineState ring{0, 1};
   auto load = [&](int chunk, int slice) {
-    mbarrier_arrive_expect_tx(place.w_full(ring.at), kWeightBytes);
-    tma_load<2>(place.weights + ring.at * kWeightBytes, args.w1_map, place.w_full(ring.at),
+    mbarrier_arrive_expect_tx(place.w_full(ring.index), kWeightBytes);
+    tma_load<2>(place.weights + ring.index * kWeightBytes, args.w1_map, place.w_full(ring.index),
                  {chunk * kChunk, slice * kOutputs}, kEvictLast);
-    ring.step(place.w_stages);
+    ring.advance(place.w_stages);
   };
   if (args.resident) {
 #pragma unroll 1
@@ -69,7 +69,7 @@ __device__ __forceinline__ void load_weights(const HopperSeparableArgs& args, co
     const int slice = ItemAt(args, item).slice;
 #pragma unroll 1
     for (int chunk = 0; chunk < args.chunks; ++chunk) {
-      mbarrier_wait(place.w_free(ring.at), ring.parity);
+      mbarrier_wait(place.w_free(ring.index), ring.parity);
       load(chunk, slice);
     }
   }
@@ -80,26 +80,26 @@ __device__ __forceinline__ void make_middles(const HopperSeparableArgs& args, co
                                              int warp) {
   const Maker maker(args, place, warp % kMakers);
   const int lane = threadIdx.x & 31, team = warp / kMakers;
-  Turning ring(0), middle(1);
+  PipelineState ring, middle{0, 1};
   int turn = 0;
 #pragma unroll 1
   for (int item = blockIdx.x; item < args.items; item += gridDim.x) {
 #pragma unroll 1
     for (int chunk = 0; chunk < args.chunks; ++chunk) {
       if (turn == team) {
-        mbarrier_wait(place.middle_free(middle.at), middle.parity);
-        mbarrier_wait(place.x_full(ring.at), ring.parity);
-        maker.make(chunk, ring.at, middle.at);
+        mbarrier_wait(place.middle_free(middle.index), middle.parity);
+        mbarrier_wait(place.x_full(ring.index), ring.parity);
+        maker.make(chunk, ring.index, middle.index);
         fence_proxy_async();
         __syncwarp();
         if (lane == 0) {
-          mbarrier_arrive(place.x_free(ring.at));
-          mbarrier_arrive(place.made(middle.at));
+          mbarrier_arrive(place.x_free(ring.index));
+          mbarrier_arrive(place.made(middle.index));
         }
       }
       if (++turn == kTeams) turn = 0;
-      ring.step(place.x_stages);
-      middle.step(kMiddles);
+      ring.advance(place.x_stages);
+      middle.advance(kMiddles);
     }
   }
 }
@@ -115,24 +115,6 @@ __device__ __forceinline__ void change_sums(float (&sum)[kFragments][4], const f
   }
 }
 
-// Writes a part of a warpgroup's results to the staging buffer of TMA stores, as rows of pixels.
-__device__ __forceinline__ void stage_sums(const float (&sum)[kFragments][4], u32 staging) {
-  const int lane = threadIdx.x & 31, warp = threadIdx.x / 32 % 4, row = lane & 7;
-  const u32 to = staging + row * 128 + (((warp * 2 + (lane >> 3 & 1)) ^ row) << 4);
-#pragma unroll
-  for (int j = 0; j + 1 < kFragments; j += 2) {
-    const u32 words[4] = {
-        narrow_x2<T>(sum[j][0], sum[j][1]), narrow_x2<T>(sum[j][2], sum[j][3]),
-        narrow_x2<T>(sum[j + 1][0], sum[j + 1][1]), narrow_x2<T>(sum[j + 1][2], sum[j + 1][3])};
-    stmatrix_trans(to + (j + (lane >> 4)) * 1024, words);
-  }
-  if constexpr (kFragments % 2 != 0) {
-    constexpr int j = kFragments - 1;
-    const u32 words[2] = {narrow_x2<T>(sum[j][0], sum[j][1]), narrow_x2<T>(sum[j][2], sum[j][3])};
-    stmatrix_trans(to + j * 1024, words);
-  }
-}
-
 __device__ __forceinline__ void consume(const HopperSeparableArgs& args, const Place& place,
                                         int group) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x / 32 % 4;
@@ -143,7 +125,7 @@ __device__ __forceinline__ void consume(const HopperSeparableArgs& args, const P
       k_major_descriptor<kRowBytes>(place.middle + group % kSharers * kOwnPixels * kRowBytes);
   const u32 staging = place.staging + group * kStagingBytes;
   const T* const bias1 = static_cast<const T*>(args.bias1);
-  Turning ring(0), middle(0);
+  PipelineState ring, middle;
 #pragma unroll 1
   for (int item = blockIdx.x; item < args.items; item += gridDim.x) {
     Sums sums;
@@ -156,8 +138,8 @@ __device__ __forceinline__ void consume(const HopperSeparableArgs& args, const P
     };
 #pragma unroll 1
     for (int chunk = 0; chunk < args.chunks; ++chunk) {
-      mbarrier_wait(place.w_full(ring.at), ring.parity);
-      const u32 made = place.made(middle.at);
+      mbarrier_wait(place.w_full(ring.index), ring.parity);
+      const u32 made = place.made(middle.index);
       // Producers of the next chunk may wait for this one's stage.
       if (under_way && __shfl_sync(0xffffffff, mbarrier_test_wait(made, middle.parity), 0) == 0) {
         wgmma_wait<0>();
@@ -166,8 +148,8 @@ __device__ __forceinline__ void consume(const HopperSeparableArgs& args, const P
       }
       mbarrier_wait(made, middle.parity);
       wgmma_fence();
-      const u64 a = advance_descriptor(weights, ring.at * kWeightBytes);
-      const u64 b = advance_descriptor(middles, middle.at * kMiddleBytes);
+      const u64 a = advance_descriptor(weights, ring.index * kWeightBytes);
+      const u64 b = advance_descriptor(middles, middle.index * kMiddleBytes);
 #pragma unroll
       for (int i = 0; i < kRowBytes / 32; ++i) {
 #pragma unroll
@@ -182,16 +164,15 @@ __device__ __forceinline__ void consume(const HopperSeparableArgs& args, const P
         release();
       }
       under_way = true;
-      w_before = ring.at, middle_before = middle.at;
-      ring.step(place.w_stages);
+      w_before = ring.index, middle_before = middle.index;
+      ring.advance(place.w_stages);
       // All weights stay resident after the first item.
       if (args.resident) ring.parity = 0;
-      middle.step(kMiddles);
+      middle.advance(kMiddles);
     }
     const ItemAt at(args, item);
     wgmma_wait<0>();
-#pragma unroll
-    for (int part = 0; part < kParts; ++part) fence_accumulators(sums[part]);
+    fence_accumulators(sums);
     release();
     __syncwarp();
 #pragma unroll
@@ -214,7 +195,7 @@ __device__ __forceinline__ void consume(const HopperSeparableArgs& args, const P
       }
       if (first) tma_store_wait_read<0>();  // the previous staged part
       named_barrier_sync(1 + group, 128);
-      stage_sums(sums[part], staging);
+      stage_columns<T, kFragments>(staging, sums[part], 0);
       fence_proxy_async();
       named_barrier_sync(1 + group, 128);
       if (first) {

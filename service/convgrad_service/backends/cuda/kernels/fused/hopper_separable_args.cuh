@@ -4,6 +4,8 @@
 
 #include "core/divider.cuh"
 #include "core/epilogue.cuh"
+#include "core/pipeline_state.cuh"
+#include "core/staging.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/warpgroup.cuh"
 
@@ -94,17 +96,6 @@ struct Place {
   __device__ __forceinline__ u32 x_free(int i) const { return x_full(x_stages + i); }
   __device__ __forceinline__ u32 w_full(int i) const { return x_full(2 * x_stages + i); }
   __device__ __forceinline__ u32 w_free(int i) const { return w_full(w_stages + i); }
-};
-
-// Pipeline state: a stage of a ring, and the parity of its phase.
-struct Turning {
-  int at = 0;
-  u32 parity;
-
-  __device__ __forceinline__ explicit Turning(u32 parity) : parity(parity) {}
-  __device__ __forceinline__ void step(int count) {
-    if (++at == count) at = 0, parity ^= 1;
-  }
 };
 
 // An item's tile, and its slice of outputs.

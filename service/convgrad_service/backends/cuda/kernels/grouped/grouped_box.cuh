@@ -8,6 +8,7 @@
 
 #include "core/architecture.cuh"
 #include "core/epilogue.cuh"
+#include "core/fragments.cuh"
 #include "ptx/load_store.cuh"
 #include "ptx/mma.cuh"
 #include "ptx/shared_element.cuh"
@@ -33,14 +34,6 @@ struct BoxStrides {
 // integer, which exceeds the error of two roundings.
 __device__ __forceinline__ int quick_divide(int a, int b) {
   return static_cast<int>(__fdividef(static_cast<float>(a) + 0.5f, static_cast<float>(b)));
-}
-
-// Removes and returns the last digit of a number.
-__device__ __forceinline__ int digit(u32& number, int radix) {
-  const u32 above = number / static_cast<u32>(radix);
-  const int value = number - above * radix;
-  number = above;
-  return value;
 }
 
 // A position in a box as digits (images, D, H, W). Divides once and then advances by `by`.
@@ -237,16 +230,6 @@ __device__ __forceinline__ void store_chunk(T* to, const char* from, int left, i
     using Half = unsigned short;
 #pragma unroll 1
     for (int i = 0; i < bytes; i += 2) *reinterpret_cast<Half*>(at + i) = *reinterpret_cast<const Half*>(from + i);
-  }
-}
-
-// Packs two adjacent results, rounded.
-template <class T>
-__device__ __forceinline__ void st_shared_v2(T* to, float first, float second) {
-  if constexpr (sizeof(T) == 4) {
-    *reinterpret_cast<float2*>(to) = make_float2(first, second);
-  } else {
-    *reinterpret_cast<u32*>(to) = narrow_x2<T>(first, second);
   }
 }
 

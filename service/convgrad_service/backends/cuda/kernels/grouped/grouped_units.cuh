@@ -247,8 +247,8 @@ __device__ __forceinline__ void put(const float (&sum)[PACK][kRows][NF][4], int 
     for (int j = 0; j < NF; ++j) {
       const int swap = kSwapped && sizeof(To) == 2 ? lane >> 4 : 0;
       To* const at = to + lane / 4 * pitch + ((s * NF + j) ^ swap) * 8 + lane % 4 * 2;
-      st_shared_v2(at, sum[s][f][j][0], sum[s][f][j][1]);
-      st_shared_v2(at + 8 * pitch, sum[s][f][j][2], sum[s][f][j][3]);
+      store_pair(at, sum[s][f][j][0], sum[s][f][j][1]);
+      store_pair(at + 8 * pitch, sum[s][f][j][2], sum[s][f][j][3]);
     }
   }
 }

@@ -277,9 +277,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
       };
       as_type<T>(args.result.bfloat16, [&](auto like) {
         if (kSwizzles && (args.x_swizzle | args.y_swizzle) != 0) {
-          multiply(like, Is<kSwizzles>{});
+          multiply(like, Constant<kSwizzles>{});
         } else {
-          multiply(like, Is<false>{});
+          multiply(like, Constant<false>{});
         }
       });
     }

@@ -23,6 +23,7 @@
 #include "grouped/hopper_grouped.cuh"
 #include "grouped/hopper_grouped_weights.cuh"
 #include "core/opaque.cuh"
+#include "core/pipeline_state.cuh"
 #include "ptx/warpgroup.cuh"
 
 using namespace convgrad;
@@ -44,15 +45,6 @@ constexpr int kTogether = kFrags == 1 && kTiles > 1 ? 2 : 1;
 using Weights = u32[9][kChunks][kFrags];
 using Sums = float[kTiles][kFrags][4];
 
-struct Ring {
-  int at = 0;
-  u32 parity = 0;
-
-  __device__ __forceinline__ void advance(int size) {
-    if (++at == size) at = 0, parity ^= 1;
-  }
-};
-
 // Offset of a chunk of a pixel from the start of rows, which is a multiple of 1,024.
 __device__ __forceinline__ u32 swizzled(int pixel, int chunk) {
   return pixel * kPixelBytes + ((chunk ^ (pixel & 7)) << 4);
@@ -71,7 +63,7 @@ struct Shared {
 
 // Producer thread: starts copies of boxes while stages are free.
 struct Loader {
-  Ring stage;
+  PipelineState stage;
   GroupedUnit next;
   int unit, row = 0, room;
 
@@ -83,9 +75,9 @@ struct Loader {
       if (row < next.source_rows) {
         const int corner[4] = {static_cast<int>(blockIdx.x) * 64, next.column + args.first[1],
                                next.source_row + row, next.image};
-        const u32 full = shared.full + 8 * stage.at;
+        const u32 full = shared.full + 8 * stage.index;
         mbarrier_arrive_expect_tx(full, args.stage_bytes);
-        tma_load(shared.ring + stage.at * args.stage_bytes, args.x_map, full, corner);
+        tma_load(shared.ring + stage.index * args.stage_bytes, args.x_map, full, corner);
         stage.advance(args.stages);
         --room;
         row += args.box_rows;
@@ -102,15 +94,15 @@ struct Loader {
 // Producer thread: stores results when they are complete, and starts copies into freed stages.
 __device__ __forceinline__ void copy_all(const HopperGroupedArgs& args, const Shared& shared,
                                          Loader& loader) {
-  Ring slot;
+  PipelineState slot;
   for (int unit = blockIdx.y; unit < args.units; unit += gridDim.y) {
     const GroupedUnit at = unit_at(args, unit);
     const int boxes = (at.source_rows + args.box_rows - 1) / args.box_rows;
     int consumed = 0;
     for (int row = 0; row < at.rows; row += args.slot_rows, slot.advance(args.slots)) {
-      mbarrier_wait(shared.done + 8 * slot.at, slot.parity);
+      mbarrier_wait(shared.done + 8 * slot.index, slot.parity);
       const int corner[4] = {static_cast<int>(blockIdx.x) * 64, at.column, at.row + row, at.image};
-      tma_store(args.y_map, shared.slots + slot.at * args.slot_bytes, corner);
+      tma_store(args.y_map, shared.slots + slot.index * args.slot_bytes, corner);
       tma_store_commit();
       // Boxes of which all rows have been read for these results and earlier ones.
       const int rows = row + args.slot_rows, read = at.row + args.first[0] + rows + 2 - at.source_row;
@@ -119,7 +111,7 @@ __device__ __forceinline__ void copy_all(const HopperGroupedArgs& args, const Sh
       consumed = now;
       loader.load(args, shared);
       tma_store_wait_read<0>();
-      mbarrier_arrive(shared.empty + 8 * slot.at);
+      mbarrier_arrive(shared.empty + 8 * slot.index);
     }
   }
 }
@@ -301,12 +293,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     }
   }
 
-  Ring stage, slot;
+  PipelineState stage, slot;
   int box_left = 0, slot_left = args.slot_rows;  // rows left in this box and in this slot
   u32 from = 0, to = shared.slots;
   const auto next_box = [&] {
-    mbarrier_wait(shared.full + 8 * stage.at, stage.parity);
-    from = shared.ring + stage.at * args.stage_bytes;
+    mbarrier_wait(shared.full + 8 * stage.index, stage.parity);
+    from = shared.ring + stage.index * args.stage_bytes;
     stage.advance(args.stages);
     box_left = args.box_rows;
   };
@@ -321,10 +313,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
       if (--slot_left == 0 || row + 1 == rows) {
         fence_proxy_async();
         __syncwarp();
-        if (lane == 0) mbarrier_arrive(shared.done + 8 * slot.at);
+        if (lane == 0) mbarrier_arrive(shared.done + 8 * slot.index);
         slot.advance(args.slots);
-        mbarrier_wait(shared.empty + 8 * slot.at, slot.parity ^ 1);
-        to = shared.slots + slot.at * args.slot_bytes;
+        mbarrier_wait(shared.empty + 8 * slot.index, slot.parity ^ 1);
+        to = shared.slots + slot.index * args.slot_bytes;
         slot_left = args.slot_rows;
       }
     };

@@ -9,6 +9,7 @@
 #pragma once
 
 #include "grouped/hopper_grouped_weight.cuh"
+#include "core/partial_sums.cuh"
 #include "core/rendezvous.cuh"
 #include "ptx/warpgroup.cuh"
 
@@ -105,10 +106,6 @@ __device__ __forceinline__ void leave(const Sums& sum, const Summer& of, float4*
   }
 }
 
-__device__ __forceinline__ void add(float4& to, const float4& more) {
-  to.x += more.x, to.y += more.y, to.z += more.z, to.w += more.w;
-}
-
 // Adds the block's sums, each warp its own vectors. `room` is shared memory that is free now.
 __device__ __forceinline__ void sum_block(const Sums& sum, const Summer& of, float4* room,
                                           float4 (&own)[kOwn]) {
@@ -195,21 +192,9 @@ __device__ __forceinline__ void add_shares(const HopperGroupedWeightArgs& args,
     const float4* from = partials + row * 32 + lane;
 #pragma unroll 1
     for (int share = 0; share < shares; share += kShares, from += kShares * kVectors) {
-      float4 read[kTogether][kShares] = {};
-#pragma unroll
-      for (int i = 0; i < kShares; ++i) {
-#pragma unroll
-        for (int j = 0; j < kTogether; ++j) {
-          if (share + i < shares && row + j * apart < kVectors / 32) {
-            read[j][i] = __ldcg(from + i * kVectors + j * apart * 32);
-          }
-        }
-      }
-#pragma unroll
-      for (int i = 0; i < kShares; ++i) {
-#pragma unroll
-        for (int j = 0; j < kTogether; ++j) add(sum[j], read[j][i]);
-      }
+      add_splits<kTogether, kShares>(
+          from, apart * 32, kVectors,
+          [&](int i, int j) { return share + i < shares && row + j * apart < kVectors / 32; }, sum);
     }
     // Not unrolled: instruction cache misses would cost more.
     int now = row;

@@ -5,6 +5,7 @@
 
 #include "core/bits16.cuh"
 #include "core/epilogue.cuh"
+#include "core/partial_sums.cuh"
 #include "core/rendezvous.cuh"
 #include "ptx/mma.cuh"
 #include "ptx/st_async.cuh"
@@ -116,10 +117,6 @@ struct Quad {
     }
   }
 };
-
-__device__ __forceinline__ void add(float4& to, const float4& more) {
-  to.x += more.x, to.y += more.y, to.z += more.z, to.w += more.w;
-}
 
 // Warp: leaves its sums in its slab, transposed: rows are adjacent.
 template <class Shape, int kFragments, int kWide>

@@ -36,14 +36,7 @@ extern "C" __global__ void __launch_bounds__(256)
     if (whole || first + e < args.elements) chunk.at[e] = source[column];
     if (++column == args.width) column = 0, source += args.pitch;
   }
-  if (whole) {
-    chunk.store(target);
-  } else {
-#pragma unroll
-    for (int e = 0; e < kChunk; ++e) {
-      if (first + e < args.elements) target[e] = chunk.at[e];
-    }
-  }
+  chunk.store_part(target, whole, [&](int e) { return first + e < args.elements; });
   // A kernel that waits for this one then also waits for the previous one.
   if (!args.follows) wait_on_dependent_grids();
 }

@@ -25,16 +25,8 @@ namespace {
 using T = ELEMENT;
 constexpr int kTileX = sizeof(T) == 2 ? 128 : 64, kTileY = 64, kThreads = 256;
 constexpr int kChunk = 16 / static_cast<int>(sizeof(T));
-constexpr int kPair = sizeof(T) == 2 ? 2 : 1;  // elements of a word
-template <class Element>
-struct WordOf {
-  using type = Element;
-};
-template <>
-struct WordOf<unsigned short> {
-  using type = u32;
-};
-using Word = WordOf<T>::type;
+constexpr int kPair = kWordElements<T>;
+using Word = WordOf<T>;
 using Chunk = Vector<T, kChunk>;
 
 // A tile of unaligned rows has room for the unused parts of its first and last chunks. In the target

@@ -60,16 +60,13 @@ __device__ __forceinline__ void outer_offsets(const TransposeArgs& args, u32 res
   }
 }
 
-// The layout in shared memory of a run of rows, in words of two 16-bit elements, with one free word
-// after each group of words: the index of word i.
+// What kernels keep of elements in shared memory: words of two 16-bit elements, else elements.
 template <class Element>
-struct RunWord {
-  using type = Element;
-};
-template <>
-struct RunWord<unsigned short> {
-  using type = u32;
-};
+constexpr int kWordElements = sizeof(Element) == 2 ? 2 : 1;
+template <class Element>
+using WordOf = Conditional<sizeof(Element) == 2, u32, Element>::type;
+
+// The layout in shared memory of a run of rows, with one free word after each group of words: the index of word i.
 struct WordPlace {
   u32 factor;  // divides numbers below 2^16 by the group
 

@@ -19,8 +19,8 @@ using T = ELEMENT;
 constexpr int kThreads = 256, kChunk = 16 / static_cast<int>(sizeof(T));
 constexpr int kElements = 16384 / static_cast<int>(sizeof(T));
 constexpr int kFree = sizeof(T) < 4 ? 4 / static_cast<int>(sizeof(T)) : 1;
-constexpr int kPair = sizeof(T) == 2 ? 2 : 1;  // elements of a word
-using Word = RunWord<T>::type;
+constexpr int kPair = kWordElements<T>;
+using Word = WordOf<T>;
 using Chunk = Vector<T, kChunk>;
 
 }  // namespace

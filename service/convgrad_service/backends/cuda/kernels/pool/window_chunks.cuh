@@ -119,16 +119,8 @@ __device__ __forceinline__ void load_tile(const ChunkArgs& args, int tile, u32 t
 // Stores results from element `first` on, as far as they exist.
 template <class T>
 __device__ __forceinline__ void store_chunk(const ChunkArgs& args, int first, const Vector<T, kChunkOf<T>>& y) {
-  constexpr int kChunk = kChunkOf<T>;
-  T* const to = static_cast<T*>(args.y) + first;
-  if (first + kChunk <= args.elements) {
-    y.store(to);
-    return;
-  }
-#pragma unroll
-  for (int e = 0; e < kChunk; ++e) {
-    if (first + e < args.elements) to[e] = y.at[e];
-  }
+  y.store_part(static_cast<T*>(args.y) + first, first + kChunkOf<T> <= args.elements,
+               [&](int e) { return first + e < args.elements; });
 }
 
 }  // namespace convgrad

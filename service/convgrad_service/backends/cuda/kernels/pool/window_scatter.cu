@@ -68,10 +68,6 @@ struct Cell {
 constexpr int kChunk = 16 / sizeof(T);
 // Windows of a thread that are loaded before the first is added.
 constexpr int kSeveral = 4 / VECTOR;
-template <int n>
-struct Count {
-  static constexpr int value = n;
-};
 constexpr u32 kNone = ~0u;  // no cell
 
 // Along an axis: the positions of the tile, [base, base + count) of y; its windows; the first phase's first window
@@ -293,9 +289,9 @@ extern "C" __global__ void __launch_bounds__(256, kBlocks)
     };
     int step = 0;
 #pragma unroll 1
-    for (; step + kSeveral <= steps; step += kSeveral) add(Count<kSeveral>(), step);
+    for (; step + kSeveral <= steps; step += kSeveral) add(Constant<kSeveral>(), step);
 #pragma unroll 1
-    for (; step < steps; ++step) add(Count<1>(), step);
+    for (; step < steps; ++step) add(Constant<1>(), step);
     indices += args.planes * x_plane;
     x += args.planes * x_plane;
 

@@ -124,14 +124,7 @@ extern "C" __global__ void __launch_bounds__(128)
     ++position;
   }
   T* const y = static_cast<T*>(args.y) + first * plane + element;
-  if (element + WIDTH <= end) {
-    values.store(y);
-    return;
-  }
-#pragma unroll
-  for (int e = 0; e < WIDTH; ++e) {
-    if (element + e < end) y[e] = values.at[e];
-  }
+  values.store_part(y, element + WIDTH <= end, [&](int e) { return element + e < end; });
 }
 #elif KIND == 1
 extern "C" __global__ void __launch_bounds__(128)

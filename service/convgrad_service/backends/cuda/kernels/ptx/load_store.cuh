@@ -6,84 +6,48 @@
 
 namespace convgrad {
 
-// Load from a shared-state-space address, ordered with asynchronous copies and their waits.
-__device__ __forceinline__ void ld_shared(u32 from, unsigned short& raw) {
-  asm volatile("ld.shared.b16 %0, [%1];" : "=h"(raw) : "r"(from) : "memory");
-}
-__device__ __forceinline__ void ld_shared(u32 from, unsigned int& raw) {
-  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(raw) : "r"(from) : "memory");
-}
-__device__ __forceinline__ void ld_shared(u32 from, uint2& raw) {
-  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(raw.x), "=r"(raw.y) : "r"(from) : "memory");
-}
+// Inline assembly numbers its operands: those of the loaded or stored words differ with their number.
 
-__device__ __forceinline__ void ld_shared(u32 from, uint4& raw) {
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(raw.x), "=r"(raw.y), "=r"(raw.z), "=r"(raw.w)
-               : "r"(from)
-               : "memory");
-}
+// ld_shared: loads from a shared-state-space address, ordered with asynchronous copies and their waits.
+#define CONVGRAD_LD_SHARED(RAW, TYPE, WORDS, FROM, ...)                                             \
+  __device__ __forceinline__ void ld_shared(u32 from, RAW& raw) {                                   \
+    asm volatile("ld.shared." TYPE " " WORDS ", [" FROM "];" : __VA_ARGS__ : "r"(from) : "memory"); \
+  }
+CONVGRAD_LD_SHARED(unsigned short, "b16", "%0", "%1", "=h"(raw))
+CONVGRAD_LD_SHARED(unsigned int, "b32", "%0", "%1", "=r"(raw))
+CONVGRAD_LD_SHARED(uint2, "v2.b32", "{%0, %1}", "%2", "=r"(raw.x), "=r"(raw.y))
+CONVGRAD_LD_SHARED(uint4, "v4.b32", "{%0, %1, %2, %3}", "%4", "=r"(raw.x), "=r"(raw.y), "=r"(raw.z), "=r"(raw.w))
 
-// Predicated loads and stores: a branch costs many times as much.
-__device__ __forceinline__ void store_if(bool pred, void* to, unsigned short raw) {
-  asm volatile("{.reg .pred p; setp.ne.b32 p, %2, 0; @p st.global.b16 [%0], %1;}" ::"l"(to),
-               "h"(raw), "r"(static_cast<int>(pred))
-               : "memory");
-}
-__device__ __forceinline__ void store_if(bool pred, void* to, unsigned int raw) {
-  asm volatile("{.reg .pred p; setp.ne.b32 p, %2, 0; @p st.global.b32 [%0], %1;}" ::"l"(to),
-               "r"(raw), "r"(static_cast<int>(pred))
-               : "memory");
-}
-__device__ __forceinline__ void store_if(bool pred, void* to, uint2 raw) {
-  asm volatile("{.reg .pred p; setp.ne.b32 p, %3, 0; @p st.global.v2.b32 [%0], {%1, %2};}" ::"l"(to),
-               "r"(raw.x), "r"(raw.y), "r"(static_cast<int>(pred))
-               : "memory");
-}
-__device__ __forceinline__ void store_if(bool pred, void* to, uint4 raw) {
-  asm volatile(
-      "{.reg .pred p; setp.ne.b32 p, %5, 0; @p st.global.v4.b32 [%0], {%1, %2, %3, %4};}" ::"l"(to),
-      "r"(raw.x), "r"(raw.y), "r"(raw.z), "r"(raw.w), "r"(static_cast<int>(pred))
-      : "memory");
-}
-// Zero where `pred` is false.
-__device__ __forceinline__ void load_if(bool pred, const void* from, unsigned short& raw) {
-  asm("{.reg .pred p; setp.ne.b32 p, %2, 0; mov.b16 %0, 0; @p ld.global.b16 %0, [%1];}"
-      : "=h"(raw)
-      : "l"(from), "r"(static_cast<int>(pred)));
-}
-__device__ __forceinline__ void load_if(bool pred, const void* from, unsigned int& raw) {
-  asm("{.reg .pred p; setp.ne.b32 p, %2, 0; mov.b32 %0, 0; @p ld.global.b32 %0, [%1];}"
-      : "=r"(raw)
-      : "l"(from), "r"(static_cast<int>(pred)));
-}
-// The same, which the compiler does not move behind a barrier or into the branch that uses the value.
-__device__ __forceinline__ void load_ahead_if(bool pred, const void* from, unsigned short& raw) {
-  asm volatile("{.reg .pred p; setp.ne.b32 p, %2, 0; mov.b16 %0, 0; @p ld.global.b16 %0, [%1];}"
-               : "=h"(raw)
-               : "l"(from), "r"(static_cast<int>(pred))
-               : "memory");
-}
-__device__ __forceinline__ void load_ahead_if(bool pred, const void* from, unsigned int& raw) {
-  asm volatile("{.reg .pred p; setp.ne.b32 p, %2, 0; mov.b32 %0, 0; @p ld.global.b32 %0, [%1];}"
-               : "=r"(raw)
-               : "l"(from), "r"(static_cast<int>(pred))
-               : "memory");
-}
-__device__ __forceinline__ void load_ahead_if(bool pred, const void* from, uint2& raw) {
-  asm volatile("{.reg .pred p; setp.ne.b32 p, %3, 0; mov.b32 %0, 0; mov.b32 %1, 0; @p ld.global.v2.b32 {%0, %1}, [%2];}"
-               : "=r"(raw.x), "=r"(raw.y)
-               : "l"(from), "r"(static_cast<int>(pred))
-               : "memory");
-}
-__device__ __forceinline__ void load_ahead_if(bool pred, const void* from, uint4& raw) {
-  asm volatile(
-      "{.reg .pred p; setp.ne.b32 p, %5, 0; mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0; "
-      "@p ld.global.v4.b32 {%0, %1, %2, %3}, [%4];}"
-      : "=r"(raw.x), "=r"(raw.y), "=r"(raw.z), "=r"(raw.w)
-      : "l"(from), "r"(static_cast<int>(pred))
-      : "memory");
-}
+// store_if: a predicated store; a branch costs many times as much.
+#define CONVGRAD_STORE_IF(RAW, TYPE, WORDS, PRED, ...)                                                \
+  __device__ __forceinline__ void store_if(bool pred, void* to, RAW raw) {                            \
+    asm volatile("{.reg .pred p; setp.ne.b32 p, " PRED ", 0; @p st.global." TYPE " [%0], " WORDS ";}" \
+                 ::"l"(to), __VA_ARGS__, "r"(static_cast<int>(pred))                                  \
+                 : "memory");                                                                         \
+  }
+CONVGRAD_STORE_IF(unsigned short, "b16", "%1", "%2", "h"(raw))
+CONVGRAD_STORE_IF(unsigned int, "b32", "%1", "%2", "r"(raw))
+CONVGRAD_STORE_IF(uint2, "v2.b32", "{%1, %2}", "%3", "r"(raw.x), "r"(raw.y))
+CONVGRAD_STORE_IF(uint4, "v4.b32", "{%1, %2, %3, %4}", "%5", "r"(raw.x), "r"(raw.y), "r"(raw.z), "r"(raw.w))
+
+// load_if: a predicated load, zero where `pred` is false. load_ahead_if is the same, but the compiler does not
+// move it behind a barrier or into the branch that uses the value.
+#define CONVGRAD_LOAD_IF(NAME, ASM, CLOBBER, RAW, TYPE, WORDS, ZERO, FROM, PRED, ...)                      \
+  __device__ __forceinline__ void NAME(bool pred, const void* from, RAW& raw) {                            \
+    ASM("{.reg .pred p; setp.ne.b32 p, " PRED ", 0; " ZERO "@p ld.global." TYPE " " WORDS ", [" FROM "];}" \
+        : __VA_ARGS__                                                                                      \
+        : "l"(from), "r"(static_cast<int>(pred)) CLOBBER);                                                 \
+  }
+#define CONVGRAD_LOADS_IF(NAME, ASM, CLOBBER)                                                                 \
+  CONVGRAD_LOAD_IF(NAME, ASM, CLOBBER, unsigned short, "b16", "%0", "mov.b16 %0, 0; ", "%1", "%2", "=h"(raw)) \
+  CONVGRAD_LOAD_IF(NAME, ASM, CLOBBER, unsigned int, "b32", "%0", "mov.b32 %0, 0; ", "%1", "%2", "=r"(raw))   \
+  CONVGRAD_LOAD_IF(NAME, ASM, CLOBBER, uint2, "v2.b32", "{%0, %1}", "mov.b32 %0, 0; mov.b32 %1, 0; ",         \
+                   "%2", "%3", "=r"(raw.x), "=r"(raw.y))                                                      \
+  CONVGRAD_LOAD_IF(NAME, ASM, CLOBBER, uint4, "v4.b32", "{%0, %1, %2, %3}",                                   \
+                   "mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0; ", "%4", "%5",                \
+                   "=r"(raw.x), "=r"(raw.y), "=r"(raw.z), "=r"(raw.w))
+CONVGRAD_LOADS_IF(load_if, asm, )
+CONVGRAD_LOADS_IF(load_ahead_if, asm volatile, : "memory")
 
 // Loads from shared memory that the compiler cannot hoist out of a loop, where they would take more
 // registers than there are.

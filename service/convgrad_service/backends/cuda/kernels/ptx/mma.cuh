@@ -51,35 +51,19 @@ __device__ __forceinline__ void cp_async_wait() {
 // Warp: loads 8 x 8 matrices of 16-bit elements, one per register. Lanes 8i to 8i + 7 pass the
 // addresses of the rows of matrix i, 16 bytes each; lane l receives elements 2(l % 4) and
 // 2(l % 4) + 1 of row l / 4.
-__device__ __forceinline__ void ldmatrix(u32 (&to)[1], u32 from) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%0}, [%1];" : "=r"(to[0]) : "r"(from));
-}
-__device__ __forceinline__ void ldmatrix(u32 (&to)[2], u32 from) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0,%1}, [%2];"
-               : "=r"(to[0]), "=r"(to[1])
-               : "r"(from));
-}
-__device__ __forceinline__ void ldmatrix(u32 (&to)[4], u32 from) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-               : "r"(from));
-}
-// Transposed: lane l receives element l / 4 of rows 2(l % 4) and 2(l % 4) + 1.
-__device__ __forceinline__ void ldmatrix_trans(u32 (&to)[1], u32 from) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x1.trans.shared.b16 {%0}, [%1];"
-               : "=r"(to[0])
-               : "r"(from));
-}
-__device__ __forceinline__ void ldmatrix_trans(u32 (&to)[2], u32 from) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0,%1}, [%2];"
-               : "=r"(to[0]), "=r"(to[1])
-               : "r"(from));
-}
-__device__ __forceinline__ void ldmatrix_trans(u32 (&to)[4], u32 from) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-               : "r"(from));
-}
+// ldmatrix_trans, transposed: lane l receives element l / 4 of rows 2(l % 4) and 2(l % 4) + 1.
+#define CONVGRAD_LDMATRIX(NAME, COUNT, SHAPE, WORDS, FROM, ...)                             \
+  __device__ __forceinline__ void NAME(u32 (&to)[COUNT], u32 from) {                        \
+    asm volatile("ldmatrix.sync.aligned.m8n8." SHAPE ".shared.b16 {" WORDS "}, [" FROM "];" \
+                 : __VA_ARGS__                                                              \
+                 : "r"(from));                                                              \
+  }
+#define CONVGRAD_LDMATRIX_EACH(NAME, TRANS)                                       \
+  CONVGRAD_LDMATRIX(NAME, 1, "x1" TRANS, "%0", "%1", "=r"(to[0]))                 \
+  CONVGRAD_LDMATRIX(NAME, 2, "x2" TRANS, "%0,%1", "%2", "=r"(to[0]), "=r"(to[1])) \
+  CONVGRAD_LDMATRIX(NAME, 4, "x4" TRANS, "%0,%1,%2,%3", "%4", "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]))
+CONVGRAD_LDMATRIX_EACH(ldmatrix, "")
+CONVGRAD_LDMATRIX_EACH(ldmatrix_trans, ".trans")
 
 // Warp: transposes an 8 x 8 matrix that is distributed as by ldmatrix.
 __device__ __forceinline__ u32 movmatrix_trans(u32 matrix) {
@@ -115,31 +99,23 @@ __device__ __forceinline__ u32 to_tf32(u32 word) {
 // Rounds two values to T and packs them, the first in the low half: memory order.
 template <class T>
 __device__ __forceinline__ u32 narrow_x2(float first, float second);
-template <>
-__device__ __forceinline__ u32 narrow_x2<bf16>(float first, float second) {
-  u32 both;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(second), "f"(first));
-  return both;
-}
-template <>
-__device__ __forceinline__ u32 narrow_x2<f16>(float first, float second) {
-  u32 both;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(second), "f"(first));
-  return both;
-}
-
 // flags += pair * 0, element by element: `flags` starts as zero and stays zero while all values are
 // finite.
 template <class T>
 __device__ __forceinline__ void flag_nonfinite_x2(u32& flags, u32 pair);
-template <>
-__device__ __forceinline__ void flag_nonfinite_x2<f16>(u32& flags, u32 pair) {
-  asm("fma.rn.f16x2 %0, %1, %2, %0;" : "+r"(flags) : "r"(pair), "r"(0));
-}
-template <>
-__device__ __forceinline__ void flag_nonfinite_x2<bf16>(u32& flags, u32 pair) {
-  asm("fma.rn.bf16x2 %0, %1, %2, %0;" : "+r"(flags) : "r"(pair), "r"(0));
-}
+#define CONVGRAD_PAIRS(TYPE, NAME)                                                   \
+  template <>                                                                        \
+  __device__ __forceinline__ u32 narrow_x2<TYPE>(float first, float second) {        \
+    u32 both;                                                                        \
+    asm("cvt.rn." NAME "x2.f32 %0, %1, %2;" : "=r"(both) : "f"(second), "f"(first)); \
+    return both;                                                                     \
+  }                                                                                  \
+  template <>                                                                        \
+  __device__ __forceinline__ void flag_nonfinite_x2<TYPE>(u32& flags, u32 pair) {    \
+    asm("fma.rn." NAME "x2 %0, %1, %2, %0;" : "+r"(flags) : "r"(pair), "r"(0));      \
+  }
+CONVGRAD_PAIRS(f16, "f16")
+CONVGRAD_PAIRS(bf16, "bf16")
 
 // Warp: c += a * b with a 16 x 8 accumulator in float32, a row-major, b column-major, K = 16 for 16-bit
 // types and 8 for TF32 (m16n8k16, m16n8k8). PTX's fragment layout, with g = lane / 4 and t = lane % 4:
@@ -170,6 +146,5 @@ __device__ __forceinline__ void mma(float (&c)[4], const u32 (&a)[2], u32 b);
 CONVGRAD_MMA(f16, "m16n8k16", "m16n8k8", "f16")
 CONVGRAD_MMA(bf16, "m16n8k16", "m16n8k8", "bf16")
 CONVGRAD_MMA(float, "m16n8k8", "m16n8k4", "tf32")
-#undef CONVGRAD_MMA
 
 }  // namespace convgrad

@@ -96,109 +96,68 @@ __device__ __forceinline__ void prefetch_tensor_map(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
+// Inline assembly numbers its operands: %0 to %4 are those named below, coordinates and im2col offsets follow.
 #define CONVGRAD_COORD1 "r"(coord[0])
 #define CONVGRAD_COORD2 CONVGRAD_COORD1, "r"(coord[1])
 #define CONVGRAD_COORD3 CONVGRAD_COORD2, "r"(coord[2])
 #define CONVGRAD_COORD4 CONVGRAD_COORD3, "r"(coord[3])
 #define CONVGRAD_COORD5 CONVGRAD_COORD4, "r"(coord[4])
-#define CONVGRAD_LOAD(DIMS, COORD, ...)                                                         \
-  if constexpr (kDims == DIMS) {                                                                \
-    asm volatile("cp.async.bulk.tensor." #DIMS                                                  \
-                 "d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [" \
-                 "%1, {" COORD "}], [%2], %3;" ::"r"(to),                                       \
-                 "l"(&map), "r"(barrier), "l"(cache_hint), __VA_ARGS__                          \
-                 : "memory");                                                                   \
-  }
-// Tiled: the box whose first element is at `coord`, rows of its innermost dimension consecutive and
-// swizzled as the map says. `to` is a multiple of 128, or of the swizzle atom (256, 512 or 1024 for
-// swizzles of 32, 64 or 128 bytes).
-template <int kDims>
-__device__ __forceinline__ void tma_load(u32 to, const TensorMap& map, u32 barrier,
-                                          const int (&coord)[kDims], u64 cache_hint = kEvictNormal) {
-  static_assert(1 <= kDims && kDims <= 5);
-  CONVGRAD_LOAD(1, "%4", CONVGRAD_COORD1)
-  CONVGRAD_LOAD(2, "%4, %5", CONVGRAD_COORD2)
-  CONVGRAD_LOAD(3, "%4, %5, %6", CONVGRAD_COORD3)
-  CONVGRAD_LOAD(4, "%4, %5, %6, %7", CONVGRAD_COORD4)
-  CONVGRAD_LOAD(5, "%4, %5, %6, %7, %8", CONVGRAD_COORD5)
-}
-#undef CONVGRAD_LOAD
-
-#define CONVGRAD_LOAD(DIMS, COORD, ...)                                                                \
-  if constexpr (kDims == DIMS) {                                                                       \
-    asm volatile("cp.async.bulk.tensor." #DIMS                                                         \
-                 "d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"            \
-                 ".L2::cache_hint [%0], [%1, {" COORD "}], [%2], %4, %3;" ::"r"(to),                   \
-                 "l"(&map), "r"(barrier), "l"(cache_hint), "h"(static_cast<unsigned short>(cta_mask)), \
-                 __VA_ARGS__                                                                           \
-                 : "memory");                                                                          \
-  }
-// Multicast to the same address in each block of the cluster whose bit in `cta_mask` is set; the
-// mbarrier at the same address in each of those blocks counts the bytes.
-template <int kDims>
-__device__ __forceinline__ void tma_load_multicast(u32 cta_mask, u32 to, const TensorMap& map, u32 barrier,
-                                             const int (&coord)[kDims], u64 cache_hint = kEvictNormal) {
-  static_assert(1 <= kDims && kDims <= 5);
-  CONVGRAD_LOAD(1, "%5", CONVGRAD_COORD1)
-  CONVGRAD_LOAD(2, "%5, %6", CONVGRAD_COORD2)
-  CONVGRAD_LOAD(3, "%5, %6, %7", CONVGRAD_COORD3)
-  CONVGRAD_LOAD(4, "%5, %6, %7, %8", CONVGRAD_COORD4)
-  CONVGRAD_LOAD(5, "%5, %6, %7, %8, %9", CONVGRAD_COORD5)
-}
-#undef CONVGRAD_LOAD
-
 #define CONVGRAD_OFFSET1 "h"(static_cast<unsigned short>(offset[0]))
 #define CONVGRAD_OFFSET2 CONVGRAD_OFFSET1, "h"(static_cast<unsigned short>(offset[1]))
 #define CONVGRAD_OFFSET3 CONVGRAD_OFFSET2, "h"(static_cast<unsigned short>(offset[2]))
-#define CONVGRAD_LOAD(DIMS, COORD, OFFSET, ...)                                                 \
-  if constexpr (kDims == DIMS) {                                                                \
-    asm volatile("cp.async.bulk.tensor." #DIMS                                                  \
-                 "d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes.L2::cache_hint " \
-                 "[%0], [%1, {" COORD "}], [%2], {" OFFSET "}, %3;" ::"r"(to),                  \
-                 "l"(&map), "r"(barrier), "l"(cache_hint), __VA_ARGS__                          \
-                 : "memory");                                                                   \
+#define CONVGRAD_COPY(DIMS, MODE, COORD, OFFSET, MULTICAST, MASK, ...)                                   \
+  asm volatile("cp.async.bulk.tensor." #DIMS "d.shared::cluster.global" MODE                             \
+               ".mbarrier::complete_tx::bytes" MULTICAST ".L2::cache_hint [%0], [%1, {" COORD "}], [%2]" \
+               OFFSET MASK ", %3;" ::"r"(to), "l"(&map), "r"(barrier), "l"(cache_hint), __VA_ARGS__      \
+               : "memory")
+#define CONVGRAD_LOAD(DIMS, MODE, COORD, OFFSET, ...)                       \
+  if constexpr (kDims == DIMS && kMulticast) {                              \
+    CONVGRAD_COPY(DIMS, MODE, COORD, OFFSET, ".multicast::cluster", ", %4", \
+                  "h"(static_cast<unsigned short>(cta_mask)), __VA_ARGS__); \
+  } else if constexpr (kDims == DIMS) {                                     \
+    CONVGRAD_COPY(DIMS, MODE, COORD, OFFSET, "", "", "n"(0), __VA_ARGS__);  \
   }
+// Tiled: the box whose first element is at `coord`, rows of its innermost dimension consecutive and
+// swizzled as the map says. `to` is a multiple of 128, or of the swizzle atom (256, 512 or 1024 for
+// swizzles of 32, 64 or 128 bytes). With kMulticast, to the same address in each block of the cluster
+// whose bit in `cta_mask` is set; the mbarrier at the same address in each of those blocks counts the
+// bytes. Without, to this block.
+template <int kDims, bool kMulticast = true>
+__device__ __forceinline__ void tma_load_multicast(u32 cta_mask, u32 to, const TensorMap& map, u32 barrier,
+                                                   const int (&coord)[kDims], u64 cache_hint = kEvictNormal) {
+  static_assert(1 <= kDims && kDims <= 5);
+  CONVGRAD_LOAD(1, "", "%5", "", CONVGRAD_COORD1)
+  CONVGRAD_LOAD(2, "", "%5, %6", "", CONVGRAD_COORD2)
+  CONVGRAD_LOAD(3, "", "%5, %6, %7", "", CONVGRAD_COORD3)
+  CONVGRAD_LOAD(4, "", "%5, %6, %7, %8", "", CONVGRAD_COORD4)
+  CONVGRAD_LOAD(5, "", "%5, %6, %7, %8, %9", "", CONVGRAD_COORD5)
+}
+template <int kDims>
+__device__ __forceinline__ void tma_load(u32 to, const TensorMap& map, u32 barrier, const int (&coord)[kDims],
+                                         u64 cache_hint = kEvictNormal) {
+  tma_load_multicast<kDims, false>(0, to, map, barrier, coord, cache_hint);
+}
 // Im2col: `pixels` rows of `channels` elements. `coord` (c, w, h, d, n, as many as the tensor has) is the
 // first pixel; `offset` (w, h, d; not negative) is the filter tap times its dilation and is added to
 // every pixel. Pixels advance by the map's steps within the bounding box between its corners, row by
 // row, plane by plane, image by image. Coordinates are those of the bounding box: the first pixel of an
-// image is at the lower corner, negative with padding.
+// image is at the lower corner, negative with padding. Multicast as above.
+template <int kDims, bool kMulticast = true>
+__device__ __forceinline__ void tma_load_im2col_multicast(u32 cta_mask, u32 to, const TensorMap& map,
+                                                          u32 barrier, const int (&coord)[kDims],
+                                                          const int (&offset)[kDims - 2],
+                                                          u64 cache_hint = kEvictNormal) {
+  static_assert(3 <= kDims && kDims <= 5);
+  CONVGRAD_LOAD(3, ".im2col", "%5, %6, %7", ", {%8}", CONVGRAD_COORD3, CONVGRAD_OFFSET1)
+  CONVGRAD_LOAD(4, ".im2col", "%5, %6, %7, %8", ", {%9, %10}", CONVGRAD_COORD4, CONVGRAD_OFFSET2)
+  CONVGRAD_LOAD(5, ".im2col", "%5, %6, %7, %8, %9", ", {%10, %11, %12}", CONVGRAD_COORD5, CONVGRAD_OFFSET3)
+}
 template <int kDims>
 __device__ __forceinline__ void tma_load_im2col(u32 to, const TensorMap& map, u32 barrier,
-                                            const int (&coord)[kDims], const int (&offset)[kDims - 2],
-                                            u64 cache_hint = kEvictNormal) {
-  static_assert(3 <= kDims && kDims <= 5);
-  CONVGRAD_LOAD(3, "%4, %5, %6", "%7", CONVGRAD_COORD3, CONVGRAD_OFFSET1)
-  CONVGRAD_LOAD(4, "%4, %5, %6, %7", "%8, %9", CONVGRAD_COORD4, CONVGRAD_OFFSET2)
-  CONVGRAD_LOAD(5, "%4, %5, %6, %7, %8", "%9, %10, %11", CONVGRAD_COORD5, CONVGRAD_OFFSET3)
+                                                const int (&coord)[kDims], const int (&offset)[kDims - 2],
+                                                u64 cache_hint = kEvictNormal) {
+  tma_load_im2col_multicast<kDims, false>(0, to, map, barrier, coord, offset, cache_hint);
 }
-#undef CONVGRAD_LOAD
-
-#define CONVGRAD_LOAD(DIMS, COORD, OFFSET, ...)                                                        \
-  if constexpr (kDims == DIMS) {                                                                       \
-    asm volatile("cp.async.bulk.tensor." #DIMS                                                         \
-                 "d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes"                        \
-                 ".multicast::cluster.L2::cache_hint "                                                 \
-                 "[%0], [%1, {" COORD "}], [%2], {" OFFSET "}, %4, %3;" ::"r"(to),                     \
-                 "l"(&map), "r"(barrier), "l"(cache_hint), "h"(static_cast<unsigned short>(cta_mask)), \
-                 __VA_ARGS__                                                                           \
-                 : "memory");                                                                          \
-  }
-// Im2col with multicast, see tma_load_multicast.
-template <int kDims>
-__device__ __forceinline__ void tma_load_im2col_multicast(u32 cta_mask, u32 to, const TensorMap& map,
-                                               u32 barrier, const int (&coord)[kDims],
-                                               const int (&offset)[kDims - 2],
-                                               u64 cache_hint = kEvictNormal) {
-  static_assert(3 <= kDims && kDims <= 5);
-  CONVGRAD_LOAD(3, "%5, %6, %7", "%8", CONVGRAD_COORD3, CONVGRAD_OFFSET1)
-  CONVGRAD_LOAD(4, "%5, %6, %7, %8", "%9, %10", CONVGRAD_COORD4, CONVGRAD_OFFSET2)
-  CONVGRAD_LOAD(5, "%5, %6, %7, %8, %9", "%10, %11, %12", CONVGRAD_COORD5, CONVGRAD_OFFSET3)
-}
-#undef CONVGRAD_LOAD
-#undef CONVGRAD_OFFSET3
-#undef CONVGRAD_OFFSET2
-#undef CONVGRAD_OFFSET1
 
 // `bytes` contiguous bytes, without a tensor map; the size and both addresses are multiples of 16.
 __device__ __forceinline__ void bulk_load(u32 to, const void* from, u32 bytes, u32 barrier) {
@@ -229,12 +188,6 @@ __device__ __forceinline__ void tma_store(const TensorMap& map, u32 from, const 
   CONVGRAD_STORE(4, "%2, %3, %4, %5", CONVGRAD_COORD4)
   CONVGRAD_STORE(5, "%2, %3, %4, %5, %6", CONVGRAD_COORD5)
 }
-#undef CONVGRAD_STORE
-#undef CONVGRAD_COORD5
-#undef CONVGRAD_COORD4
-#undef CONVGRAD_COORD3
-#undef CONVGRAD_COORD2
-#undef CONVGRAD_COORD1
 
 // Closes a bulk group: the stores that this thread has started since the previous one.
 __device__ __forceinline__ void tma_store_commit() {

@@ -54,6 +54,11 @@ __device__ __forceinline__ void fence_accumulators(float (&c)[kFragments][4]) {
     for (int e = 0; e < 4; ++e) asm volatile("" : "+f"(c[j][e])::"memory");
   }
 }
+template <int kM, int kN>
+__device__ __forceinline__ void fence_accumulators(float (&c)[kM][kN][4]) {
+#pragma unroll
+  for (int i = 0; i < kM; ++i) fence_accumulators(c[i]);
+}
 
 // The same for an A operand in registers: after writing it and before the wgmma, and again after waiting
 // for the wgmma and before overwriting it.

@@ -119,56 +119,6 @@ CONVGRAD_WGMMA(26, "208", "%104", "%105", "%106", "%107", "%108", "%109", "%110"
 CONVGRAD_WGMMA(28, "224", "%112", "%113", "%114", "%115", "%116", "%117", "%118")
 CONVGRAD_WGMMA(30, "240", "%120", "%121", "%122", "%123", "%124", "%125", "%126")
 CONVGRAD_WGMMA(32, "256", "%128", "%129", "%130", "%131", "%132", "%133", "%134")
-#undef CONVGRAD_WGMMA
-#undef CONVGRAD_WGMMA_16
-#undef CONVGRAD_NO_MAJOR_B
-#undef CONVGRAD_NO_MAJORS
-#undef CONVGRAD_MAJOR_B
-#undef CONVGRAD_MAJORS
-#undef CONVGRAD_ISSUE
-#undef CONVGRAD_C32
-#undef CONVGRAD_C30
-#undef CONVGRAD_C28
-#undef CONVGRAD_C26
-#undef CONVGRAD_C24
-#undef CONVGRAD_C22
-#undef CONVGRAD_C20
-#undef CONVGRAD_C18
-#undef CONVGRAD_C16
-#undef CONVGRAD_C14
-#undef CONVGRAD_C13
-#undef CONVGRAD_C12
-#undef CONVGRAD_C10
-#undef CONVGRAD_C8
-#undef CONVGRAD_C7
-#undef CONVGRAD_C6
-#undef CONVGRAD_C5
-#undef CONVGRAD_C4
-#undef CONVGRAD_C3
-#undef CONVGRAD_C2
-#undef CONVGRAD_C1
-#undef CONVGRAD_C
-#undef CONVGRAD_D32
-#undef CONVGRAD_D30
-#undef CONVGRAD_D28
-#undef CONVGRAD_D26
-#undef CONVGRAD_D24
-#undef CONVGRAD_D22
-#undef CONVGRAD_D20
-#undef CONVGRAD_D18
-#undef CONVGRAD_D16
-#undef CONVGRAD_D14
-#undef CONVGRAD_D13
-#undef CONVGRAD_D12
-#undef CONVGRAD_D10
-#undef CONVGRAD_D8
-#undef CONVGRAD_D7
-#undef CONVGRAD_D6
-#undef CONVGRAD_D5
-#undef CONVGRAD_D4
-#undef CONVGRAD_D3
-#undef CONVGRAD_D2
-#undef CONVGRAD_D1
 
 // Issues c = a * b, or c += a * b where `scale_d`.
 template <class T, Major kA = kMajorK, Major kB = kMajorK, int kFragments>

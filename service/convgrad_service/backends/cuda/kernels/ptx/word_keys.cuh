@@ -17,22 +17,24 @@ constexpr int kPerWord = 4 / static_cast<int>(sizeof(T));
 template <int kPer>
 constexpr u32 kNoKeys = kPer == 2 ? 0x80008000 : 0x80000000;
 
-template <int kPer>
-__device__ __forceinline__ u32 max_keys(u32 a, u32 b) {
-  if constexpr (kPer == 1) {
-    return static_cast<u32>(max(static_cast<int>(a), static_cast<int>(b)));
-  } else {
+// The greater (max_keys) or smaller (min_keys) of each two keys.
 #if __CUDA_ARCH__ >= 900
-    u32 most;
-    asm("max.s16x2 %0, %1, %2;" : "=r"(most) : "r"(a), "r"(b));
-    return most;
+#define CONVGRAD_KEYS_X2(OF) asm(#OF ".s16x2 %0, %1, %2;" : "=r"(both) : "r"(a), "r"(b))
 #else
-    const int high = max(static_cast<int>(a) >> 16, static_cast<int>(b) >> 16);
-    const int low = max(static_cast<int>(a << 16) >> 16, static_cast<int>(b << 16) >> 16);
-    return __byte_perm(low, high, 0x5410);
+#define CONVGRAD_KEYS_X2(OF)                                                               \
+  both = __byte_perm(OF(static_cast<int>(a << 16) >> 16, static_cast<int>(b << 16) >> 16), \
+                     OF(static_cast<int>(a) >> 16, static_cast<int>(b) >> 16), 0x5410)
 #endif
+#define CONVGRAD_KEYS(NAME, OF)                                                                     \
+  template <int kPer>                                                                               \
+  __device__ __forceinline__ u32 NAME(u32 a, u32 b) {                                               \
+    if constexpr (kPer == 1) return static_cast<u32>(OF(static_cast<int>(a), static_cast<int>(b))); \
+    u32 both;                                                                                       \
+    CONVGRAD_KEYS_X2(OF);                                                                           \
+    return both;                                                                                    \
   }
-}
+CONVGRAD_KEYS(max_keys, max)
+CONVGRAD_KEYS(min_keys, min)
 // Also sets is_first[i] where a's key is at least b's. The returned maximum must be used: if it is not,
 // ptxas 13.0 treats its register as free although the instruction writes it, and corrupts another value
 // that lives in half of it (seen with f16). See `ge_keys`.
@@ -94,22 +96,6 @@ __device__ __forceinline__ u32 max_keys_after(u32 a, u32 b) {
 #endif
   // The sign bits are handled apart, so that the lower half does not carry into the upper one.
   return max_keys<kPer>(kPer == 1 ? a + 1 : ((a & 0x7fff7fff) + 0x00010001) ^ (a & 0x80008000), b);
-}
-template <int kPer>
-__device__ __forceinline__ u32 min_keys(u32 a, u32 b) {
-  if constexpr (kPer == 1) {
-    return static_cast<u32>(min(static_cast<int>(a), static_cast<int>(b)));
-  } else {
-#if __CUDA_ARCH__ >= 900
-    u32 least;
-    asm("min.s16x2 %0, %1, %2;" : "=r"(least) : "r"(a), "r"(b));
-    return least;
-#else
-    const int high = min(static_cast<int>(a) >> 16, static_cast<int>(b) >> 16);
-    const int low = min(static_cast<int>(a << 16) >> 16, static_cast<int>(b << 16) >> 16);
-    return __byte_perm(low, high, 0x5410);
-#endif
-  }
 }
 
 // Lowers NaN's keys by `rank`. Where the rank decreases from position to position, the last of several
