@@ -185,7 +185,7 @@ class HopperWeight:
             f"{self.name}_{cut.name}{'_planes' if rows else ''}",
             tuple(steps),
             tuple(workspace),
-            expected_s=time_s + x.copy_s + y.copy_s,
+            expected_s=time_s + x.expected_s + y.expected_s,
         )
 
     def tuned(self, config: str, work: ConvWork, device: CudaDevice) -> HopperWeight | None:

@@ -45,13 +45,8 @@ class Prepared:
     workspace: tuple[Workspace, ...] = ()
 
     @property
-    def copy_s(self) -> float:
-        """`expected_s` in 16-bit types; 0 in others, to which it was not fitted."""
-        return self.expected_s if self.operand.dtype.itemsize == 2 else 0.0
-
-    @property
     def expected_s(self) -> float:
-        """The expected seconds of the steps, as fitted in 16-bit types."""
+        """The expected seconds of the steps."""
         copied = sum(item.size_bytes for item in self.workspace)
         return len(self.steps) * COPY_S + 2 * copied / COPY_BYTES_S
 
