@@ -52,8 +52,9 @@ MAX_INDEX = 2**31 - 1
 # Cost model: bytes that an SM could copy during an mma of a warp.
 PRODUCT_BYTES = 512
 # Seconds of a launch and of such a byte, fitted on an H200 to 63 times of groups of 16 to 64
-# channels; in exact float32, FMAs limit them.
-START_S, BYTE_S, EXACT_BYTE_S = 8e-6, 1.33e-11, 4.4e-11
+# channels. In exact float32, FMAs take so many times as long as an mma, and resident blocks share
+# the SM's: fitted to half of 52 times.
+START_S, BYTE_S, EXACT = 8e-6, 1.33e-11, 6.0
 # Bytes that an SM could copy in the time of a piece, by its size.
 PIECE_BYTES = {16: 16, 8: 27, 4: 18, 2: 34}
 # Static shared memory.
@@ -183,10 +184,14 @@ def choose_box(work: ConvWork, axes: list[LatticeAxis], device: CudaDevice) -> t
     for box, shape in _fitting(work, axes, merge, unit, device):
         cost = _cost(work, axes, merge, unit, shape, box, device)
         if best is None or cost < least:
-            best, least = box, cost
+            best, least = (box, shape), cost
     if best is None:
         raise ValueError("work that why_not refuses")
-    return START_S + least * (EXACT_BYTE_S if is_exact(work) else BYTE_S), best
+    box, shape = best
+    if is_exact(work):
+        # Measured times are of boxes that are ranked by an mma's time.
+        least = _cost(work, axes, merge, unit, shape, box, device, EXACT)
+    return START_S + least * BYTE_S, box
 
 
 class _Shared:
@@ -206,7 +211,6 @@ class _Shared:
         real = merge.groups * channels * work.dtype.itemsize
         self.merge_bytes = real, x_chunks * CHUNK_BYTES
         self.pieces = box.slice * real // self.piece
-        self.piece_rate = BYTE_S / EXACT_BYTE_S if is_exact(work) else 1.0
         self.w_pitch = odd_chunks(merge.in_chunks)
         taps = prod(axis.taps for axis in axes)
         # Warps read whole units of merges.
@@ -230,11 +234,7 @@ class _Shared:
     @property
     def copied_bytes(self) -> float:
         """Bytes of whole chunks that are copied as fast as the box's pieces."""
-        return prod(self.extent) * self.pieces * self.piece_bytes(self.piece)
-
-    def piece_bytes(self, piece: int) -> float:
-        """Return the bytes of whole chunks that take as long as a piece."""
-        return piece + (PIECE_BYTES[piece] - piece) * self.piece_rate
+        return prod(self.extent) * self.pieces * PIECE_BYTES[self.piece]
 
 
 def boxes_of(work: ConvWork, axes: list[LatticeAxis], device: CudaDevice) -> Iterator[Box]:
@@ -282,13 +282,18 @@ def _cost(
     shape: _Shared,
     box: Box,
     device: CudaDevice,
+    exact: float = 0.0,
 ) -> float:
-    """Return the cost in units of the bytes that an SM could copy in that time."""
+    """Return the cost in units of the bytes that an SM could copy in that time.
+
+    ``exact`` is the time of an mma's FMAs, which are shared among resident blocks, over that of an
+    mma.
+    """
     backward = work.direction == "bwd_data"
     result, channels = work.result, work.channels[1]
     piece = piece_of(result, channels, merge.groups)
     pieces = merge.groups * channels * work.dtype.itemsize // piece
-    stored = ceil_div(box.positions, 64) * 64 * box.slice * pieces * shape.piece_bytes(piece)
+    stored = ceil_div(box.positions, 64) * 64 * box.slice * pieces * PIECE_BYTES[piece]
     per_box = shape.copied_bytes + 2 * stored + 2048
     # Arranging weights takes more instructions than copying a box.
     per_block = 2 * shape.weight_bytes + 16384
@@ -301,7 +306,8 @@ def _cost(
     # Fewer concurrent blocks, or fewer copies, hide less latency.
     hidden = 1.0 + 1.2 / together + 0.2 / min(boxes, 2)
     copied = together * (per_block + boxes * per_box) * hidden
-    return waves * (copied + boxes * _products(axes, merge, unit, box, backward) * PRODUCT_BYTES)
+    product = PRODUCT_BYTES * (exact * together or 1.0)
+    return waves * (copied + boxes * _products(axes, merge, unit, box, backward) * product)
 
 
 def _products(axes: list[LatticeAxis], merge: Merge, unit: Unit, box: Box, backward: bool) -> int:
