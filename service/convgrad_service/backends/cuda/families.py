@@ -260,9 +260,9 @@ WHOLE_CHUNKS_WEIGHT = (
 )
 # 1x1 layers of so few pixels and products that other families are hardly ever faster: on an H200,
 # 9 of 122 rows by more than 3 %, and 19 of 23 of more products.
-SIMT_GEMM = SimtGemm(most_s=7e-6, most_pixels=200, most_products=2**21)
+SIMT_GEMM = SimtGemm(most_s=8.5e-6, most_pixels=200, most_products=2**21)
 # Narrow ones in float32, of any number of pixels; measured with up to 4 channels on one side.
-NARROW_GEMM = SimtGemm(most_s=8.5e-6, most_channels=4, dtypes=(DType.FLOAT32,))
+NARROW_GEMM = SimtGemm(most_s=14e-6, most_channels=4, dtypes=(DType.FLOAT32,))
 SHORTEST = Tuned(TUNABLE, own=True), SIMT_GEMM
 SHORTEST_WEIGHT = Tuned(TUNABLE_WEIGHT, own=True), SIMT_GEMM
 
@@ -326,7 +326,11 @@ FEW_DATA = _few_channels(
     others=LAST_GATHERS,
 )
 FEW_WEIGHT = _few_channels(
-    PatchProducts(DENSE_WEIGHT), HopperFirstTaps(), FirstWeight(), others=LAST_WEIGHTS
+    PatchProducts(DENSE_WEIGHT),
+    NARROW_GEMM,
+    HopperFirstTaps(),
+    FirstWeight(),
+    others=LAST_WEIGHTS,
 )
 
 # Two convolutions with the intermediate on chip.
@@ -347,7 +351,6 @@ FAMILIES = Families(
         *DEPTHWISE_WEIGHT,
         *GROUPED_WEIGHT,
         *SHORTEST_WEIGHT,
-        NARROW_GEMM,
         PLANES_GEMM,
         FEW_WEIGHT,
     ),
