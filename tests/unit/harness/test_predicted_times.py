@@ -87,3 +87,13 @@ def test_faster_kernels_are_chosen(
     prediction = prediction_of(replace(problem, precision=precision or "high"))
     assert prediction.kernel.startswith(kernel)
     assert prediction.kernel in prediction.candidates
+
+
+def test_weight_gradients_are_not_expected_to_take_less_than_their_bytes() -> None:
+    layer = layer_named("64>256_128x128_k1", 32)
+    assert layer is not None
+    prediction = prediction_of(problem_of(layer, "float32", "NHWC", WEIGHT))
+    compared = {family for family, _ in prediction.candidates.values()}
+    assert {"hopper_weight", "pointwise_gemm"} <= compared
+    read_us = 32 * 128 * 128 * (64 + 256) * 4 / 4.3e6
+    assert min(us for _, us in prediction.candidates.values()) > read_us

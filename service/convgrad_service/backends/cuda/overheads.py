@@ -11,7 +11,7 @@ OVERHEADS = {
     "first_weight": Overhead(0.0),
     "hopper_first_taps": Overhead(0.0),
     "col2im": Overhead(4e-6),
-    "patch_products": Overhead(4e-6),
+    "patch_products": Overhead(5e-6),
     "zero_insertion": Overhead(0.0),
     "grouped_weight": Overhead(0.0),
     "hopper_grouped": Overhead(0.0),
