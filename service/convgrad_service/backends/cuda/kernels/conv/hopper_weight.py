@@ -62,9 +62,8 @@ RESULTS = (
     *((dtype, dtype) for dtype in (*IN_16_BITS, DType.FLOAT32)),
     *((dtype, DType.FLOAT32) for dtype in IN_16_BITS),
 )
-LEAST_CHANNELS, MOST_STEP = 16, 8
 # A k-tile may extend past the last pixel.
-MAX_PIXELS, MAX_GRID_Y = 2**31 - 2**16, 65535
+MAX_PIXELS, MAX_GRID_Y, MOST_STEP, LEAST_CHANNELS = 2**31 - 2**16, 65535, 8, 16
 # The largest im2col offset of a window's pixel, by the number of spatial dimensions.
 MOST_SHIFT = {1: 65535, 2: 255, 3: 31}
 # hopper_weight_sum.cu: threads, vectors per thread, the most slices of a block, and the threads
