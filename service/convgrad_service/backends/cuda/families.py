@@ -113,8 +113,10 @@ def _in_any_layout(family: Family[ConvWork]) -> tuple[Family[ConvWork], ...]:
     return family, ConvThroughChannelsLast(family, COPIES)
 
 
-def _result_in_any_layout(family: Family[ConvWork]) -> tuple[Family[ConvWork], ...]:
-    return ResultThroughChannelsLast(family, COPIES), family
+def _result_in_any_layout(
+    family: Family[ConvWork], timed: bool = False
+) -> tuple[Family[ConvWork], ...]:
+    return ResultThroughChannelsLast(family, COPIES, timed=timed), family
 
 
 # Channels that a result may sum over: any number.
@@ -148,7 +150,7 @@ DEPTHWISE_WEIGHT = (
         copy_s=COPY_S,
     ),
 )
-SPLIT_GATHER = ResultThroughChannelsLast(SplitGather(), COPIES, timed=True), SplitGather()
+SPLIT_GATHER = _result_in_any_layout(SplitGather(), timed=True)
 SPLIT_WEIGHT = _result_in_any_layout(SplitWeight())
 # Few channels per group. Kernels that compute several groups at once, between copies if need be,
 # are compared with dense ones, whose tiles are of one group.
@@ -159,17 +161,14 @@ GROUPED_OVERHEADS = OVERHEADS | {
         "grouped_weight",
         "hopper_grouped",
         "hopper_grouped_weight",
-        "hopper_gather",
-        "hopper_weight",
     )
 }
-
 
 GROUPED = (
     FastestExpected(
         _in_any_layout(GroupedGather()),
         _in_any_layout(HopperGrouped()),
-        _result_in_any_layout(HopperGather()),
+        _result_in_any_layout(HopperGather(), timed=True),
         SPLIT_GATHER,
         (ImplicitGemm(),),
         (DenseGather(),),
@@ -180,7 +179,7 @@ GROUPED_WEIGHT = (
     FastestExpected(
         _in_any_layout(GroupedWeight()),
         _in_any_layout(HopperGroupedWeight()),
-        _result_in_any_layout(HopperWeight()),
+        _result_in_any_layout(HopperWeight(), timed=True),
         SPLIT_WEIGHT,
         (ImplicitGemm(),),
         _result_in_any_layout(DenseWeight()),
@@ -196,18 +195,14 @@ DEPTHWISE_SUMS = (
     DepthwiseDirect(most_summed=MANY),
 )
 # Many channels per group, any kernel: forward and input gradient, then weight gradient.
-DENSE_CONV = *_result_in_any_layout(HopperGather()), DenseGather()
-# In 16-bit types, where expected times include copies.
+DENSE_CONV = *_result_in_any_layout(HopperGather(), timed=True), DenseGather()
 DENSE_CONV_16 = (
-    (ResultThroughChannelsLast(HopperGather(), COPIES, timed=True), *DENSE_CONV[1:]),
-    (ResultThroughChannelsLast(HopperHalo(), COPIES, timed=True), HopperHalo()),
+    DENSE_CONV,
+    _result_in_any_layout(HopperHalo(), timed=True),
     (HopperGather(direct=True),),
 )
-COPIED_16 = {
-    f"{name}_through_channels_last": OVERHEADS[name] for name in ("hopper_gather", "hopper_halo")
-}
 DENSE_CONV_WEIGHT = (
-    *_result_in_any_layout(HopperWeight()),
+    *_result_in_any_layout(HopperWeight(), timed=True),
     *_result_in_any_layout(DenseWeight()),
 )
 BATCH_LAST_WEIGHT = _result_in_any_layout(BatchLastWeight())
@@ -231,13 +226,7 @@ def _in_float32(
 ) -> FastestExpected[ConvWork]:
     """Return a choice for float32, where channels first `FLOAT32_GEMM` needs no copies, and those
     of other families count; sums that are too short for it are left to ``few_terms``."""
-    names = {family.name for families in alternatives for family in families}
-    copied = {
-        name: replace(OVERHEADS[own], copy_s=COPY_S)
-        for name in names - OVERHEADS.keys()
-        if (own := name.removesuffix("_through_channels_last")) in OVERHEADS
-    }
-    return FastestExpected((FLOAT32_GEMM, *few_terms), *alternatives, overheads=copied | OVERHEADS)
+    return FastestExpected((FLOAT32_GEMM, *few_terms), *alternatives, overheads=OVERHEADS)
 
 
 # Channels that are whole chunks of 16 bytes, or not.
@@ -253,7 +242,7 @@ WHOLE_CHUNKS = (
         SPLIT_GATHER,
         few_terms=SPLIT_GATHER,
     ),
-    FastestExpected(*DENSE_CONV_16, *GEMMS, overheads=OVERHEADS | COPIED_16),
+    FastestExpected(*DENSE_CONV_16, *GEMMS, overheads=OVERHEADS),
 )
 TUNABLE_WEIGHT = (
     PointwiseGemm(),
@@ -271,9 +260,9 @@ WHOLE_CHUNKS_WEIGHT = (
 )
 # 1x1 layers of so few pixels and products that other families are hardly ever faster: on an H200,
 # 9 of 122 rows by more than 3 %, and 19 of 23 of more products.
-SIMT_GEMM = SimtGemm(most_s=7e-6, most_pixels=200, most_products=2**21)
+SIMT_GEMM = SimtGemm(most_s=8.5e-6, most_pixels=200, most_products=2**21)
 # Narrow ones in float32, of any number of pixels; measured with up to 4 channels on one side.
-NARROW_GEMM = SimtGemm(most_s=8.5e-6, most_channels=4, dtypes=(DType.FLOAT32,))
+NARROW_GEMM = SimtGemm(most_s=14e-6, most_channels=4, dtypes=(DType.FLOAT32,))
 SHORTEST = Tuned(TUNABLE, own=True), SIMT_GEMM
 SHORTEST_WEIGHT = Tuned(TUNABLE_WEIGHT, own=True), SIMT_GEMM
 
@@ -337,7 +326,11 @@ FEW_DATA = _few_channels(
     others=LAST_GATHERS,
 )
 FEW_WEIGHT = _few_channels(
-    PatchProducts(DENSE_WEIGHT), HopperFirstTaps(), FirstWeight(), others=LAST_WEIGHTS
+    PatchProducts(DENSE_WEIGHT),
+    NARROW_GEMM,
+    HopperFirstTaps(),
+    FirstWeight(),
+    others=LAST_WEIGHTS,
 )
 
 # Two convolutions with the intermediate on chip.
@@ -358,7 +351,6 @@ FAMILIES = Families(
         *DEPTHWISE_WEIGHT,
         *GROUPED_WEIGHT,
         *SHORTEST_WEIGHT,
-        NARROW_GEMM,
         PLANES_GEMM,
         FEW_WEIGHT,
     ),

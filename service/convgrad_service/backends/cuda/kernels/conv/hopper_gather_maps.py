@@ -170,7 +170,7 @@ def sides_of(work: ConvWork, device: CudaDevice, parts: int = 1) -> Sides:
         work.result,
         overlapping((*x.steps, *w.steps), device, first=work.follows),
         (*x.workspace, *w.workspace),
-        copy_s=x.copy_s if work.taps > 1 else x.expected_s,
+        copy_s=x.expected_s,
     )
 
 

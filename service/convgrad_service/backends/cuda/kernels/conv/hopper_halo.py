@@ -134,7 +134,7 @@ class HopperHalo:
             f"{self.name}_{work.direction}_{tile.name}",
             (*before, launch),
             (*x.workspace, *w.workspace),
-            expected_s=tile.clocks(device) / CLOCKS_A_SECOND + x.copy_s,
+            expected_s=tile.clocks(device) / CLOCKS_A_SECOND + x.expected_s,
         )
 
     def tuned(self, config: str, work: ConvWork, device: CudaDevice) -> HopperHalo | None:

@@ -18,6 +18,7 @@ from convgrad_service.backends.cuda.kernels.conv.hopper_weight_args import (
 )
 from convgrad_service.backends.cuda.kernels.conv.hopper_weight_cuts import Cut, cuts
 from convgrad_service.backends.cuda.kernels.conv.hopper_weight_model import (
+    TF32,
     expected_s,
     launch_s,
     lines,
@@ -30,6 +31,7 @@ from convgrad_service.backends.cuda.kernels.conv.hopper_weight_tiles import (
     TILES_OF,
 )
 from convgrad_service.backends.cuda.kernels.core.limits import IN_16_BITS, Requirements
+from convgrad_service.backends.cuda.kernels.core.memory_time import with_memory_s
 from convgrad_service.backends.cuda.kernels.core.tensor_maps import Im2colMap, TensorMap, pack_maps
 from convgrad_service.backends.cuda.kernels.layout.channels_last import (
     Prepared,
@@ -60,16 +62,13 @@ RESULTS = (
     *((dtype, dtype) for dtype in (*IN_16_BITS, DType.FLOAT32)),
     *((dtype, DType.FLOAT32) for dtype in IN_16_BITS),
 )
-LEAST_CHANNELS = 16
 # A k-tile may extend past the last pixel.
-MAX_PIXELS, MAX_GRID_Y = 2**31 - 2**16, 65535
-MOST_STEP = 8
+MAX_PIXELS, MAX_GRID_Y, MOST_STEP, LEAST_CHANNELS = 2**31 - 2**16, 65535, 8, 16
 # The largest im2col offset of a window's pixel, by the number of spatial dimensions.
 MOST_SHIFT = {1: 65535, 2: 255, 3: 31}
 # hopper_weight_sum.cu: threads, vectors per thread, the most slices of a block, and the threads
 # that saturate an H200.
 SUM_BLOCK, SUM_EACH, MOST_SLICES, SUM_THREADS = 256, 4, 8, 132 * 1024
-
 
 NEEDS = Requirements(tf32=True, hopper=True, grouped=None)
 
@@ -140,6 +139,8 @@ class HopperWeight:
             time_s, cut = best
         else:
             raise ValueError("a convolution that why_not refuses")
+        if work.dtype is DType.FLOAT32 and rows is None:
+            time_s = with_memory_s(work, time_s, launch_s(TF32.launch_s))
         x, y = (
             Prepared(operand) if rows or parts > 1 else prepare_side(work, name, device)
             for operand, name in (
@@ -185,7 +186,7 @@ class HopperWeight:
             f"{self.name}_{cut.name}{'_planes' if rows else ''}",
             tuple(steps),
             tuple(workspace),
-            expected_s=time_s + x.copy_s + y.copy_s,
+            expected_s=time_s + x.expected_s + y.expected_s,
         )
 
     def tuned(self, config: str, work: ConvWork, device: CudaDevice) -> HopperWeight | None:

@@ -20,7 +20,7 @@ from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import ceil_div
 from convgrad_service.plans.cuda.works import ConvWork
 
-__all__ = ["expected_s", "launch_s", "lines"]
+__all__ = ["TF32", "expected_s", "launch_s", "lines"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_rates import Rates, rates_of
 from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_tiles import (
+    CHUNK_BYTES,
     CLUSTERS,
     STEP_BYTES,
     Config,
@@ -40,6 +41,9 @@ UNIT_ACCUMULATORS, UNIT_WARPS = 64 * 64, 4
 # Factors on a k-tile's time by the bytes of a copy, and on that of irregular k-tiles on an SM that
 # computes several times as many blocks as are resident: from 30 large layers with other channels.
 COPIES = {16: 1.0, 8: 2.0, 4: 2.5}
+# Of planes whose pixels are copied one by one as they are no whole chunks, that on throughput; with
+# irregular k-tiles, the rates include both. Fitted to half of 160 times of 1x1 layers.
+PIXELS = 1.25
 CROWDED, CROWDED_WAVES = 0.8, 8
 
 
@@ -67,8 +71,11 @@ def expected_s(
 
     block_latency = rates.block + rates.block_size * size / warps
     block_latency += rates.block_irregular if gemm.irregular else 0.0
-    copies = 1.0 if gemm.copies.planes else COPIES[gemm.copies.vector]
-    step_latency = rates.step * irregular * copies + rates.step_size * size / warps
+    copies = latency = COPIES[gemm.copies.vector]
+    if gemm.copies.planes:
+        single = gemm.copies.vector < CHUNK_BYTES and not gemm.irregular
+        copies, latency = (PIXELS, latency) if single else (1.0, 1.0)
+    step_latency = rates.step * irregular * latency + rates.step_size * size / warps
     copied = (tile.m + tile.n) * STEP_BYTES * MULTIPROCESSORS / 1e6 / rates.l2
     work = max(rates.size * size + rates.warps * warps * irregular, copied) * copies
     if gemm.irregular:

@@ -17,6 +17,7 @@ from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_products import 
     products_of,
     turned_weight,
 )
+from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_rates import WGRAD_TF32
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_tiles import (
     ITEM_BYTES,
     UNALIGNED,
@@ -26,6 +27,7 @@ from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_tiles import (
 )
 from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS
 from convgrad_service.backends.cuda.kernels.core.limits import DTYPES, IN_16_BITS, Requirements
+from convgrad_service.backends.cuda.kernels.core.memory_time import with_memory_s
 from convgrad_service.backends.cuda.kernels.core.tensor_maps import pack_maps
 from convgrad_service.backends.cuda.kernels.layout.channels_last import overlapping
 from convgrad_service.backends.cuda.structures import structure
@@ -143,6 +145,8 @@ class PointwiseGemm:
             if found is None:
                 raise ValueError("work that why_not refuses")
             expected_s, product, config = found
+            if work.dtype is DType.FLOAT32 and work.direction == "bwd_weight":
+                expected_s = with_memory_s(work, expected_s, WGRAD_TF32.start_split * 1e-6)
         rows, columns = config.tiles(product)
         partials = f"{work.prefix}pointwise_partials" if config.parts > 1 else None
         workspace: tuple[Workspace, ...] = ()

@@ -245,14 +245,12 @@ class LinearCost:
     megaproduct_us: float
     column_us: float
 
-    def expected_s(
-        self, work: ConvWork, device: CudaDevice, reads: int = 1, taps: int | None = None
-    ) -> float:
-        """Return the predicted time of a work; its tensors are read ``reads`` times, and products
-        are computed for ``taps``, else those of the kernel."""
-        products = work.pixels * channels_of(work) * (taps or work.taps)
-        us = self.start_us + self.column_us * work.kernel[2]
-        sized_us = reads * bytes_of(work) * self.megabyte_us + products * self.megaproduct_us
+    def expected_s(self, work: ConvWork, device: CudaDevice) -> float:
+        """Return the predicted time of a work; instances compute products of square kernels."""
+        extent = max(work.kernel)
+        products = work.pixels * channels_of(work) * extent**2
+        us = self.start_us + self.column_us * extent
+        sized_us = bytes_of(work) * self.megabyte_us + products * self.megaproduct_us
         us += sized_us * 1e-6 * FITTED_MULTIPROCESSORS / device.multiprocessors
         return us * 1e-6
 

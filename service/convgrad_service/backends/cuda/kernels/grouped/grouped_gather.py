@@ -52,8 +52,9 @@ MAX_INDEX = 2**31 - 1
 # Cost model: bytes that an SM could copy during an mma of a warp.
 PRODUCT_BYTES = 512
 # Seconds of a launch and of such a byte, fitted on an H200 to 63 times of groups of 16 to 64
-# channels; in exact float32, FMAs limit them.
-START_S, BYTE_S, EXACT_BYTE_S = 8e-6, 1.33e-11, 4.4e-11
+# channels. In exact float32, FMAs take so many times as long as an mma, and resident blocks share
+# the SM's: fitted to half of 52 times.
+START_S, BYTE_S, EXACT = 8e-6, 1.33e-11, 6.0
 # Bytes that an SM could copy in the time of a piece, by its size.
 PIECE_BYTES = {16: 16, 8: 27, 4: 18, 2: 34}
 # Static shared memory.
@@ -145,8 +146,7 @@ class GroupedGather(Solver[ConvWork, Box]):
             pack(args, x=source, w=work.w, y=result, accumulate=work.accumulate, bias=work.bias),
             int(shape.total_bytes),
         )
-        byte_s = EXACT_BYTE_S if gather.exact else BYTE_S
-        time_s = START_S + float(shape.cost(device)) * byte_s
+        time_s = START_S + float(shape.cost(device, exact=gather.exact)) * BYTE_S
         return Fragment(f"{self.name}_{work.direction}", (launch,), expected_s=time_s)
 
     def instances(self) -> Iterable[Instance]:
@@ -179,10 +179,6 @@ class _Gather:
         x_bytes, self.y_bytes = (merge.groups * n * work.dtype.itemsize for n in (read, written))
         self.merge_bytes = x_bytes, self.x_chunks * CHUNK_BYTES
         self.steps = ceil_div(self.taps * self.x_chunks, 2)
-
-    def piece_bytes(self, piece: int) -> float:
-        """Return the bytes of whole chunks that take as long as a piece."""
-        return piece + (PIECE_BYTES[piece] - piece) * (BYTE_S / EXACT_BYTE_S if self.exact else 1.0)
 
 
 class _Boxes:
@@ -256,13 +252,17 @@ class _Boxes:
         slices = ceil_div(gather.merge.count, self._slice)
         return int(self.workers(device)), slices, gather.phases
 
-    def cost(self, device: CudaDevice) -> Any:
-        """Return the cost in units of the bytes that an SM could copy in that time."""
+    def cost(self, device: CudaDevice, *, exact: bool = False) -> Any:
+        """Return the cost in units of the bytes that an SM could copy in that time.
+
+        ``exact`` counts the FMAs of exact float32. Boxes are ranked without it, since those whose
+        times were measured are.
+        """
         gather = self._gather
-        copied = prod(self.extent) * self.pieces * gather.piece_bytes(gather.piece)
+        copied = prod(self.extent) * self.pieces * PIECE_BYTES[gather.piece]
         pieces = gather.y_bytes // gather.y_piece
         stored = ceil_div(self.positions, 64) * 64 * self._slice * pieces
-        per_box = copied + 2 * (stored * gather.piece_bytes(gather.y_piece)) + 2048
+        per_box = copied + 2 * (stored * PIECE_BYTES[gather.y_piece]) + 2048
         # Arranging weights takes more instructions than copying a box.
         per_block = 2 * self.weight_bytes + 16384
         resident, workers = self.resident(device), self.workers(device)
@@ -273,7 +273,8 @@ class _Boxes:
         # Fewer concurrent blocks, or fewer copies, hide less latency.
         hidden = 1.0 + 1.2 / together + 0.2 / np.minimum(boxes, 2)
         of_block = together * (per_block + boxes * per_box) * hidden
-        return waves * (of_block + boxes * self._products() * PRODUCT_BYTES)
+        product = PRODUCT_BYTES * (EXACT * together if exact else 1.0)
+        return waves * (of_block + boxes * self._products() * product)
 
     def _products(self) -> Any:
         """Return the number of mma instructions of a warp for a box."""

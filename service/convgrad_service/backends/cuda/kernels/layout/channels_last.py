@@ -26,9 +26,9 @@ CHUNK_BYTES = 16
 COPIES = (Transpose(), RowCopy(), StridedCopy())
 # Kernels that use programmatic dependent launch.
 WAITING = ("transpose", "transpose_planes", "transpose_runs", "row_copy", "row_pack", "float_parts")
-# Of a copy's launch, and bytes that it reads and writes per second: fitted on an H200 to 137 weight
-# gradients, 1x1, channels first.
-COPY_S, COPY_BYTES_S = 2.5e-6, 4e12
+# Of a copy's launch by the bytes of an element, and bytes that it reads and writes per second:
+# fitted on an H200 to 137 weight gradients, 1x1, channels first, and in float32 to 48 layers.
+COPY_S, COPY_BYTES_S = {2: 2.5e-6, 4: 1e-6}, 4e12
 # Cache line of a GPU.
 LINE_BYTES = 128
 
@@ -42,15 +42,11 @@ class Prepared:
     workspace: tuple[Workspace, ...] = ()
 
     @property
-    def copy_s(self) -> float:
-        """`expected_s` in 16-bit types; 0 in others, to which it was not fitted."""
-        return self.expected_s if self.operand.dtype.itemsize == 2 else 0.0
-
-    @property
     def expected_s(self) -> float:
-        """The expected seconds of the steps, as fitted in 16-bit types."""
+        """The expected seconds of the steps."""
         copied = sum(item.size_bytes for item in self.workspace)
-        return len(self.steps) * COPY_S + 2 * copied / COPY_BYTES_S
+        each_s = COPY_S.get(self.operand.dtype.itemsize, 0.0)
+        return len(self.steps) * each_s + 2 * copied / COPY_BYTES_S
 
 
 def overlapping(steps: Iterable[Step], device: CudaDevice, first: bool = False) -> tuple[Step, ...]:
