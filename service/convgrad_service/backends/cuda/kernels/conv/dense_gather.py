@@ -22,7 +22,7 @@ from convgrad_service.backends.cuda.kernels.core.gather_axes import (
     MAX_PHASES,
     Axis,
     divider,
-    gather_axis,
+    gather_axes,
     may_skip_taps,
 )
 from convgrad_service.backends.cuda.kernels.core.limits import MAX_PIXELS, why_not_dense
@@ -83,7 +83,7 @@ class DenseGather(DenseFamily):
         backward = work.direction == "bwd_data"
         result = work.result
         read, written = work.channels
-        axes = [gather_axis(work, dim) for dim in range(3)]
+        axes = gather_axes(work)
         x = prepare_side(work, "source", device)
         w = prepare_weight(work, device)
         # The kernel also computes offsets of positions outside the source.

@@ -12,9 +12,7 @@ from convgrad_service.backends.cuda.arguments import fill_axes
 from convgrad_service.backends.cuda.kernels.conv.dense_tiles import why_not_few_parts
 from convgrad_service.backends.cuda.kernels.conv.hopper_gather_maps import (
     LAUNCHED_PHASES,
-    Combined,
     Sides,
-    combined,
     launched,
     lowest,
     sides_of,
@@ -40,7 +38,12 @@ from convgrad_service.backends.cuda.kernels.conv.hopper_gather_tiles import (
     tiles_of,
 )
 from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS
-from convgrad_service.backends.cuda.kernels.core.gather_axes import Axis, divider, gather_axis
+from convgrad_service.backends.cuda.kernels.core.gather_axes import (
+    Axes,
+    Combined,
+    divider,
+    gather_axes,
+)
 from convgrad_service.backends.cuda.kernels.core.limits import DTYPES, Requirements
 from convgrad_service.backends.cuda.kernels.core.tensor_maps import TensorMap, pack_maps
 from convgrad_service.backends.cuda.kernels.layout.channels_last import (
@@ -132,14 +135,14 @@ class HopperGather:
                 return reason
         if not self._everything and min(read, written) < least_channels:
             return f"{read} to {written} channels would leave most of a tile"
-        axes = [gather_axis(work, dim) for dim in range(3)]
+        axes = gather_axes(work)
         least = _least_terms(work, axes, written)
         if not self._everything and read * work.taps < least:
             return (
                 f"sums of {read * work.taps} products take less time than storing them; "
                 f"expected at least {least}"
             )
-        phases = combined(axes)
+        phases = axes.phases
         if len(phases) > MOST_PHASES:
             return f"{len(phases)} phases are more than {MOST_PHASES}"
         if max(phase.taps for axis in axes for phase in axis.phases) > MAX_TAPS:
@@ -161,7 +164,7 @@ class HopperGather:
     ) -> Fragment:
         """See `Family.launches`. ``schedule`` overrides the chosen schedule; ``unscale`` is that
         of `FloatParts`."""
-        axes = [gather_axis(work, dim) for dim in range(3)]
+        axes = gather_axes(work)
         sides = sides_of(work, device, self._parts)
         schedule = schedule or self._schedule
         time_s, chosen = None, schedule
@@ -192,7 +195,7 @@ class HopperGather:
         )
 
     def tuned(self, config: str, work: ConvWork, device: CudaDevice) -> HopperGather | None:
-        axes = [gather_axis(work, dim) for dim in range(3)]
+        axes = gather_axes(work)
         every = candidates(work, axes, device, self._parts)
         found = next((one for one in every if str(one) == config), None)
         return (
@@ -222,7 +225,7 @@ class HopperGather:
 
 def _launch(
     work: ConvWork,
-    axes: Sequence[Axis],
+    axes: Axes,
     phases: Sequence[Combined],
     sides: Sides,
     schedule: Schedule,
@@ -361,7 +364,7 @@ def _least_channels(work: ConvWork, *, compared: bool) -> int:
     return FEWEST_CHANNELS if compared else LEAST_CHANNELS
 
 
-def _least_terms(work: ConvWork, axes: Sequence[Axis], written: int) -> int:
+def _least_terms(work: ConvWork, axes: Axes, written: int) -> int:
     """Return the fewest products per sum, which depends on how the result is stored."""
     result = work.result
     size = work.sizes[1]

@@ -35,7 +35,7 @@ from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_tiles import (
     Tile,
     tiles_of,
 )
-from convgrad_service.backends.cuda.kernels.core.gather_axes import Axis, gather_axis
+from convgrad_service.backends.cuda.kernels.core.gather_axes import Axis, gather_axes
 from convgrad_service.backends.cuda.kernels.core.limits import DTYPES, MAX_PIXELS, why_not_dense
 from convgrad_service.backends.cuda.kernels.layout.channels_last import (
     Prepared,
@@ -196,7 +196,7 @@ def gemm_of(work: ConvWork, axes: list[Axis] | None = None) -> Gemm:
 def _axes(work: ConvWork) -> list[Axis]:
     """Return the axes of the gather that reads the source: wgrad reads the input as fprop does."""
     gather = replace(work, direction="fwd") if work.direction == "bwd_weight" else work
-    return [gather_axis(gather, dim) for dim in range(3)]
+    return gather_axes(gather)
 
 
 def _copies(dtype: DType, direction: str) -> Iterator[Copies]:
