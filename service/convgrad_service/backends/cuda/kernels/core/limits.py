@@ -68,9 +68,12 @@ class Requirements:
         return None
 
 
+ANY_GROUPS = Requirements(grouped=None)
+
+
 def why_not_dense(work: ConvWork, device: CudaDevice) -> str | None:
     """Return why no tensor-core kernel takes ``work``, or None."""
-    if (reason := Requirements(grouped=None).why_not(work, device)) is not None:
+    if (reason := ANY_GROUPS.why_not(work, device)) is not None:
         return reason
     if work.groups > MAX_GRID_YZ:
         return f"{work.groups} groups are more than {MAX_GRID_YZ}"
@@ -79,16 +82,8 @@ def why_not_dense(work: ConvWork, device: CudaDevice) -> str | None:
 
 def why_not_32bit_positions(work: ConvWork) -> str | None:
     """Return why sums of positions may overflow 32 bits, or None."""
-    reach = (
-        abs(value)
-        for dim in range(3)
-        for value in (
-            work.input[dim],
-            work.output[dim] * work.stride[dim],
-            work.pad[dim],
-            work.kernel[dim] * work.dilation[dim],
-        )
-    )
+    pairs = zip(work.output, work.stride, strict=True), zip(work.kernel, work.dilation, strict=True)
+    reach = *work.input, *map(abs, work.pad), *(a * b for each in pairs for a, b in each)
     if max(reach) > _MAX_EXTENT:
         return f"positions reach beyond {_MAX_EXTENT}"
     return None
