@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 from itertools import product
 from math import prod
 
@@ -80,66 +81,7 @@ class DenseGather(DenseFamily):
         self, work: ConvWork, device: CudaDevice, tile: DenseTile | None = None
     ) -> Fragment:
         """See `Family.launches`. ``tile`` overrides the chosen tile."""
-        backward = work.direction == "bwd_data"
-        result = work.result
-        read, written = work.channels
-        axes = gather_axes(work)
-        x = prepare_side(work, "source", device)
-        w = prepare_weight(work, device)
-        # The kernel also computes offsets of positions outside the source.
-        source_shape = (work.batch, work.groups, read, *(axis.x_size for axis in axes))
-        weight_shape = (work.groups, work.out_channels, work.in_channels, *work.kernel)
-        int64 = (
-            max(
-                last_offset(x.operand, source_shape) + _margin(x.operand, axes),
-                last_offset(w.operand, weight_shape),
-            )
-            > MAX_INDEX
-        )
-        if tile is None:
-            tile = gather_tile(work, axes, device, int64)
-
-        args = DenseGatherArgs()
-        args.x_stride[:], args.y_stride[:] = x.operand.strides, result.strides
-        group, k, c, *kernel = w.operand.strides
-        args.w_stride[:] = (group, c, k, *kernel) if backward else (group, k, c, *kernel)
-        args.alpha, args.beta = work.alpha, work.beta
-        args.batch, args.in_channels, args.out_channels = work.batch, read, written
-        args.activation = ACTIVATIONS[work.activation]
-        size = work.sizes[1]
-        extents = (work.batch, work.groups, written, *size)
-        args.wide_stores = in_whole_chunks(result, extents, 2)
-        args.runs_of_pixels = _runs_of_pixels(result, axes, size)
-        args.plain = work.epilogue_free
-        args.may_skip_taps = may_skip_taps(axes, tile.m)
-        fill_axes(args, axes, "x_size", "x_step", "x_tap", "y_step", "r_step")
-        for dim, axis in enumerate(axes):
-            args.phases[dim] = len(axis.phases)
-            for place, phase in enumerate(axis.phases):
-                args.phase[dim][place] = PhaseArgs(
-                    phase.taps, phase.r0, phase.x0, phase.y0, phase.count, *divider(phase.count)
-                )
-        instance = _instance(tile, work.dtype, backward, int64)
-        channel_tiles = ceil_div(written, tile.n)
-        launch = Launch(
-            instance,
-            (
-                channel_tiles * ceil_div(_most_pixels(work, axes), tile.m),
-                work.groups,
-                prod(len(axis.phases) for axis in axes),
-            ),
-            (tile.threads, 1, 1),
-            pack(
-                args, x=x.operand, w=w.operand, y=result, accumulate=work.accumulate, bias=work.bias
-            ),
-            shared_bytes(tile, axes, int64),
-        )
-        return Fragment(
-            f"{self.name}_{work.direction}_{tile.m}x{tile.n}",
-            (*x.steps, *w.steps, launch),
-            (*x.workspace, *w.workspace),
-            expected_s=expected_s(work, axes, device, int64, tile),
-        )
+        return _fragment(work, device, tile)
 
     def instances(self) -> Iterable[Instance]:
         return [
@@ -151,6 +93,70 @@ class DenseGather(DenseFamily):
             for backward in (False, True)
             for tile, int64 in (*((tile, False) for tile in tiles), (tiles[-1], True))
         ]
+
+
+@lru_cache(maxsize=16)
+def _fragment(work: ConvWork, device: CudaDevice, tile: DenseTile | None) -> Fragment:
+    """Return the launches by a tile, or the chosen one. Cached, as several choices of one plan
+    compare this family."""
+    backward = work.direction == "bwd_data"
+    result = work.result
+    read, written = work.channels
+    axes = gather_axes(work)
+    x = prepare_side(work, "source", device)
+    w = prepare_weight(work, device)
+    # The kernel also computes offsets of positions outside the source.
+    source_shape = (work.batch, work.groups, read, *(axis.x_size for axis in axes))
+    weight_shape = (work.groups, work.out_channels, work.in_channels, *work.kernel)
+    int64 = (
+        max(
+            last_offset(x.operand, source_shape) + _margin(x.operand, axes),
+            last_offset(w.operand, weight_shape),
+        )
+        > MAX_INDEX
+    )
+    if tile is None:
+        tile = gather_tile(work, axes, device, int64)
+
+    args = DenseGatherArgs()
+    args.x_stride[:], args.y_stride[:] = x.operand.strides, result.strides
+    group, k, c, *kernel = w.operand.strides
+    args.w_stride[:] = (group, c, k, *kernel) if backward else (group, k, c, *kernel)
+    args.alpha, args.beta = work.alpha, work.beta
+    args.batch, args.in_channels, args.out_channels = work.batch, read, written
+    args.activation = ACTIVATIONS[work.activation]
+    size = work.sizes[1]
+    extents = (work.batch, work.groups, written, *size)
+    args.wide_stores = in_whole_chunks(result, extents, 2)
+    args.runs_of_pixels = _runs_of_pixels(result, axes, size)
+    args.plain = work.epilogue_free
+    args.may_skip_taps = may_skip_taps(axes, tile.m)
+    fill_axes(args, axes, "x_size", "x_step", "x_tap", "y_step", "r_step")
+    for dim, axis in enumerate(axes):
+        args.phases[dim] = len(axis.phases)
+        for place, phase in enumerate(axis.phases):
+            args.phase[dim][place] = PhaseArgs(
+                phase.taps, phase.r0, phase.x0, phase.y0, phase.count, *divider(phase.count)
+            )
+    instance = _instance(tile, work.dtype, backward, int64)
+    channel_tiles = ceil_div(written, tile.n)
+    launch = Launch(
+        instance,
+        (
+            channel_tiles * ceil_div(_most_pixels(work, axes), tile.m),
+            work.groups,
+            prod(len(axis.phases) for axis in axes),
+        ),
+        (tile.threads, 1, 1),
+        pack(args, x=x.operand, w=w.operand, y=result, accumulate=work.accumulate, bias=work.bias),
+        shared_bytes(tile, axes, int64),
+    )
+    return Fragment(
+        f"{DenseGather.name}_{work.direction}_{tile.m}x{tile.n}",
+        (*x.steps, *w.steps, launch),
+        (*x.workspace, *w.workspace),
+        expected_s=expected_s(work, axes, device, int64, tile),
+    )
 
 
 # Only the last tile has registers left for 64-bit offsets.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -164,35 +165,7 @@ class HopperGather:
     ) -> Fragment:
         """See `Family.launches`. ``schedule`` overrides the chosen schedule; ``unscale`` is that
         of `FloatParts`."""
-        axes = gather_axes(work)
-        sides = sides_of(work, device, self._parts)
-        schedule = schedule or self._schedule
-        time_s, chosen = None, schedule
-        if schedule is None:
-            time_s, schedule = choose_schedule(work, axes, device, self._parts)
-            chosen = schedule
-        if stores_planes(work) or self._parts > 1 or not may_start_with_images(work, axes):
-            schedule = replace(schedule, images_first=False)
-        if not possible(work, axes, device, schedule):
-            schedule = replace(schedule, tile=tiles_of(work.dtype, self._parts)[0])
-        tile = schedule.tile
-        planes = stores_planes(work) and tile.has_planes
-        steps = [
-            _launch(work, axes, phases, sides, schedule, device, unscale)
-            for phases in launched(axes)
-        ]
-        steps[0] = replace(steps[0], overlaps=bool(sides.steps) or work.follows)
-        if time_s is None or schedule != chosen:
-            time_s = expected_s(work, axes, device, schedule)
-        if work.direction == "bwd_data" and not sides.across:
-            time_s += TRANSPOSED_S
-        return Fragment(
-            f"{self.name}_{work.direction}_{schedule}{'_planes' if planes else ''}",
-            (*sides.steps, *steps),
-            sides.workspace,
-            expected_s=time_s + sides.copy_s + PLANES_S * (planes and work.dtype.itemsize == 2),
-            order=f"split {tile.split}/{tile.taps}" if tile.split > 1 else "",
-        )
+        return _fragment(work, device, schedule or self._schedule, self._parts, unscale)
 
     def tuned(self, config: str, work: ConvWork, device: CudaDevice) -> HopperGather | None:
         axes = gather_axes(work)
@@ -221,6 +194,39 @@ class HopperGather:
             for store in _stores(tile, dtype)
             for maps in _maps_of(tile, dtype, store, across=across)
         ]
+
+
+@lru_cache(maxsize=16)
+def _fragment(
+    work: ConvWork, device: CudaDevice, schedule: Schedule | None, parts: int, unscale: str | None
+) -> Fragment:
+    """Return the launches by a schedule, or the chosen one. Cached, as several choices of one plan
+    compare this family."""
+    axes, sides = gather_axes(work), sides_of(work, device, parts)
+    time_s, given = None, schedule
+    if schedule is None:
+        time_s, schedule = choose_schedule(work, axes, device, parts)
+    if stores_planes(work) or parts > 1 or not may_start_with_images(work, axes):
+        schedule = replace(schedule, images_first=False)
+    if given is not None and not possible(work, axes, device, schedule):
+        schedule = replace(schedule, tile=tiles_of(work.dtype, parts)[0])
+    tile = schedule.tile
+    planes = stores_planes(work) and tile.has_planes
+    steps = [
+        _launch(work, axes, phases, sides, schedule, device, unscale) for phases in launched(axes)
+    ]
+    steps[0] = replace(steps[0], overlaps=bool(sides.steps) or work.follows)
+    if time_s is None:
+        time_s = expected_s(work, axes, device, schedule)
+    if work.direction == "bwd_data" and not sides.across:
+        time_s += TRANSPOSED_S
+    return Fragment(
+        f"{HopperGather.name}_{work.direction}_{schedule}{'_planes' if planes else ''}",
+        (*sides.steps, *steps),
+        sides.workspace,
+        expected_s=time_s + sides.copy_s + PLANES_S * (planes and work.dtype.itemsize == 2),
+        order=f"split {tile.split}/{tile.taps}" if tile.split > 1 else "",
+    )
 
 
 def _launch(
