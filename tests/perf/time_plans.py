@@ -2,10 +2,10 @@
 
     python -m tests.perf.time_plans [--count 100] [--seed 7] [--plans FILE]
 
-Plans random layers of four kinds in random dtypes, layouts and operations, each once, after as many
-others, for an H200 that need not be there. Prints milliseconds of processor time, which other processes hardly change;
-stores nothing. With ``--plans`` it writes a hash of each plan, so that ``diff`` tells whether two
-trees plan alike.
+Plans random layers of four kinds for an H200, which need not be there, in random dtypes, layouts
+and operations, each once, after as many others. Prints milliseconds of processor time, which other
+processes hardly change; stores nothing. With ``--plans`` it writes a hash of each plan, so that
+``diff`` tells whether two trees plan alike.
 """
 
 from __future__ import annotations

@@ -35,7 +35,12 @@ from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_tiles import (
     tiles_of,
 )
 from convgrad_service.backends.cuda.kernels.core.gather_axes import gather_axes
-from convgrad_service.backends.cuda.kernels.core.limits import DTYPES, MAX_PIXELS, why_not_dense
+from convgrad_service.backends.cuda.kernels.core.limits import (
+    DTYPES,
+    MAX_PIXELS,
+    is_pointwise,
+    why_not_dense,
+)
 from convgrad_service.backends.cuda.kernels.layout.channels_last import (
     Prepared,
     in_whole_chunks,
@@ -227,19 +232,18 @@ def copies_of(work: ConvWork) -> Copies:
         return Copies(CHUNK_BYTES if chunks else LEAST_VECTOR, split, ANY_PLANES)
     vectors = [vector_of(operand, extents) for operand, extents in _inputs(work)]
     vector = min((one for one in vectors if one), default=CHUNK_BYTES)
-    pointwise = all(vectors) and vector == CHUNK_BYTES and not split and is_pointwise(work)
+    pointwise = all(vectors) and vector == CHUNK_BYTES and not split and is_product(work)
     return Copies(vector, split, pointwise=pointwise)
 
 
-def is_pointwise(work: ConvWork) -> bool:
+def is_product(work: ConvWork) -> bool:
     """Return whether a gather is a product of matrices in float32, and the result whole chunks."""
     if work.dtype is not DType.FLOAT32 or work.direction == "bwd_weight":
         return False
-    if work.taps > 1 or max(work.stride) > 1 or any(work.pad) or work.input != work.output:
-        return False
     extents = (work.batch, work.groups, work.channels[1], *work.input)
     return (
-        work.epilogue_free
+        is_pointwise(work)
+        and work.epilogue_free
         and in_whole_chunks(work.result, extents, 2)
         and all(is_linear(one, work.batch, work.input) for one in work.sides)
     )

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from convgrad.dtypes import DType
 from convgrad_service.plans.cuda.device import HOPPER, CudaDevice
 from convgrad_service.plans.cuda.works import ConvWork
 
-__all__ = ["DTYPES", "IN_16_BITS", "MAX_GRID_YZ", "MAX_PIXELS", "Requirements"]
-__all__ += ["why_not_32bit_positions", "why_not_dense"]
+__all__ = ["DTYPES", "IN_16_BITS", "MAX_GRID_YZ", "MAX_PIXELS", "Requirements", "in_order"]
+__all__ += ["is_pointwise", "why_not_32bit_positions", "why_not_dense"]
 
 # Positions are 32-bit, and kernels add several of them before they compare with a bound.
 _MAX_EXTENT = 2**28
@@ -66,6 +67,22 @@ class Requirements:
         if work.accumulate is not None and work.accumulate.strides != work.result.strides:
             return "accumulate and the result have different strides"
         return None
+
+
+def is_pointwise(work: ConvWork) -> bool:
+    """Return whether it is a 1x1 convolution with stride 1 and without padding."""
+    one = work.taps == 1 and max(work.stride) == 1
+    return one and not any(work.pad) and work.input == work.output
+
+
+def in_order(strides: Sequence[int], extents: Sequence[int]) -> bool:
+    """Return whether one stride, the last, separates all positions of these dimensions."""
+    step = strides[-1]
+    for stride, extent in zip(reversed(strides), reversed(extents), strict=True):
+        if extent > 1 and stride != step:
+            return False
+        step *= extent
+    return True
 
 
 ANY_GROUPS = Requirements(grouped=None)
