@@ -134,7 +134,60 @@ class HopperWeight:
     ) -> Fragment:
         """See `Family.launches`. ``cut`` overrides the chosen partition. ``rows`` and ``parts`` are
         as in `why_not`; ``unscale`` is that of `FloatParts`."""
-        return _fragment(work, device, cut or self._cut, rows, parts, unscale)
+        cut, rows = cut or self._cut, _rows(work, rows, parts)
+        if cut is not None:
+            time_s = launch_s(expected_s(cut, device))
+        elif (best := _best(work, device, rows, parts)) is not None:
+            time_s, cut = best
+        else:
+            raise ValueError("a convolution that why_not refuses")
+        x, y = (
+            Prepared(operand) if rows or parts > 1 else prepare_side(work, name, device)
+            for operand, name in (
+                (rows.x.operand if rows else work.x, "input"),
+                (rows.y.operand if rows else work.y, "grad_output"),
+            )
+        )
+        steps: list[Step] = [*overlapping((*x.steps, *y.steps), device)]
+        workspace = [*x.workspace, *y.workspace]
+        maps = _maps(work, cut, rows, x.operand, y.operand)
+        partials = f"{work.prefix}partials" if cut.parted else None
+        steps.append(
+            Launch(
+                cut.tile.instance(
+                    work.dtype, cut.cluster, summing=cut.summing, planes=rows is not None
+                ),
+                (cut.blocks(device), 1, 1),
+                (cut.tile.threads, 1, 1),
+                pack_maps(
+                    arguments(work, cut, device, rows, x.operand, y.operand),
+                    {
+                        f"{name}{part}": (operand, _of_part(one, operand, work.batch, part))
+                        for name, operand, one in zip(
+                            ("x_map", "y_map"), (x.operand, y.operand), maps, strict=True
+                        )
+                        for part in range(parts)
+                    },
+                    w=work.w,
+                    accumulate=work.accumulate,
+                    partials=partials,
+                    unscale=unscale,
+                    met=ZEROS if cut.together else None,
+                ),
+                cut.shared_bytes(device),
+                overlaps=bool(steps),
+            )
+        )
+        if partials is not None:
+            workspace.append(Workspace(partials, cut.partial_bytes))
+            if not cut.together:
+                steps.append(_sum(work, cut, partials))
+        return Fragment(
+            f"{self.name}_{cut.name}{'_planes' if rows else ''}",
+            tuple(steps),
+            tuple(workspace),
+            expected_s=time_s + x.copy_s + y.copy_s,
+        )
 
     def tuned(self, config: str, work: ConvWork, device: CudaDevice) -> HopperWeight | None:
         found = next((cut for cut in reachable(work, device) if str(cut) == config), None)
@@ -159,72 +212,6 @@ class HopperWeight:
         tiles = [tile for of in TILES_OF.values() for tile in of if tile.parts > 1]
         found = _instances(DType.BFLOAT16, tiles)
         return [_sum_instance(DType.BFLOAT16, DType.FLOAT32), *found]
-
-
-@lru_cache(maxsize=16)
-def _fragment(
-    work: ConvWork,
-    device: CudaDevice,
-    cut: Cut | None,
-    rows: PixelRows | None,
-    parts: int,
-    unscale: str | None,
-) -> Fragment:
-    """Return the launches. Cached, as several choices of one plan compare this family."""
-    rows = _rows(work, rows, parts)
-    if cut is not None:
-        time_s = launch_s(expected_s(cut, device))
-    elif (best := _best(work, device, rows, parts)) is not None:
-        time_s, cut = best
-    else:
-        raise ValueError("a convolution that why_not refuses")
-    x, y = (
-        Prepared(operand) if rows or parts > 1 else prepare_side(work, name, device)
-        for operand, name in (
-            (rows.x.operand if rows else work.x, "input"),
-            (rows.y.operand if rows else work.y, "grad_output"),
-        )
-    )
-    steps: list[Step] = [*overlapping((*x.steps, *y.steps), device)]
-    workspace = [*x.workspace, *y.workspace]
-    maps = _maps(work, cut, rows, x.operand, y.operand)
-    partials = f"{work.prefix}partials" if cut.parted else None
-    steps.append(
-        Launch(
-            cut.tile.instance(
-                work.dtype, cut.cluster, summing=cut.summing, planes=rows is not None
-            ),
-            (cut.blocks(device), 1, 1),
-            (cut.tile.threads, 1, 1),
-            pack_maps(
-                arguments(work, cut, device, rows, x.operand, y.operand),
-                {
-                    f"{name}{part}": (operand, _of_part(one, operand, work.batch, part))
-                    for name, operand, one in zip(
-                        ("x_map", "y_map"), (x.operand, y.operand), maps, strict=True
-                    )
-                    for part in range(parts)
-                },
-                w=work.w,
-                accumulate=work.accumulate,
-                partials=partials,
-                unscale=unscale,
-                met=ZEROS if cut.together else None,
-            ),
-            cut.shared_bytes(device),
-            overlaps=bool(steps),
-        )
-    )
-    if partials is not None:
-        workspace.append(Workspace(partials, cut.partial_bytes))
-        if not cut.together:
-            steps.append(_sum(work, cut, partials))
-    return Fragment(
-        f"{HopperWeight.name}_{cut.name}{'_planes' if rows else ''}",
-        tuple(steps),
-        tuple(workspace),
-        expected_s=time_s + x.copy_s + y.copy_s,
-    )
 
 
 def _instances(dtype: DType, tiles: Iterable[WeightTile]) -> list[Instance]:
