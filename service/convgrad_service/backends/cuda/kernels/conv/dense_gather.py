@@ -21,7 +21,7 @@ from convgrad_service.backends.cuda.kernels.conv.dense_tiles import (
 from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS
 from convgrad_service.backends.cuda.kernels.core.gather_axes import (
     MAX_PHASES,
-    Axis,
+    Axes,
     divider,
     gather_axes,
     may_skip_taps,
@@ -178,7 +178,7 @@ TILES_3XTF32 = (
 
 
 def expected_s(
-    work: ConvWork, axes: list[Axis], device: CudaDevice, int64: bool, tile: DenseTile
+    work: ConvWork, axes: Axes, device: CudaDevice, int64: bool, tile: DenseTile
 ) -> float:
     """Return the expected time of a tile, in seconds."""
     read, written = work.channels
@@ -199,7 +199,7 @@ def expected_s(
     return max(longest_s, tile.expected_s(device, blocks, steps / blocks, shared))
 
 
-def gather_tile(work: ConvWork, axes: list[Axis], device: CudaDevice, int64: bool) -> DenseTile:
+def gather_tile(work: ConvWork, axes: Axes, device: CudaDevice, int64: bool) -> DenseTile:
     """Return the tile with the least expected time. Results do not depend on the tile."""
     tiles = TILES_3XTF32 if uses_3xtf32(work) else TILES
     if int64:
@@ -212,7 +212,7 @@ def _instance(tile: DenseTile, dtype: DType, backward: bool, int64: bool) -> Ins
     return Instance.of("conv/dense_gather.cu", ACROSS=backward, **tile.defines(dtype, int64))
 
 
-def shared_bytes(tile: DenseTile, axes: list[Axis], int64: bool) -> int:
+def shared_bytes(tile: DenseTile, axes: Axes, int64: bool) -> int:
     """Return the bytes of shared memory.
 
     These are the pipeline or the accumulators, two offsets per pixel, three values per tap, and a
@@ -225,12 +225,12 @@ def shared_bytes(tile: DenseTile, axes: list[Axis], int64: bool) -> int:
     return room + tile.m * (8 + offset) + taps * tap + bits + tile.scaling_flag_bytes
 
 
-def _most_pixels(work: ConvWork, axes: list[Axis]) -> int:
+def _most_pixels(work: ConvWork, axes: Axes) -> int:
     """Return the number of pixels of the largest phase."""
     return work.batch * prod(max(phase.count for phase in axis.phases) for axis in axes)
 
 
-def _margin(operand: Operand, axes: list[Axis]) -> int:
+def _margin(operand: Operand, axes: Axes) -> int:
     """Return a bound, in elements, on how far offsets reach outside the source on both sides."""
     return sum(
         max(
@@ -242,7 +242,7 @@ def _margin(operand: Operand, axes: list[Axis]) -> int:
     )
 
 
-def _runs_of_pixels(result: Operand, axes: list[Axis], size: tuple[int, int, int]) -> bool:
+def _runs_of_pixels(result: Operand, axes: Axes, size: tuple[int, int, int]) -> bool:
     """Return whether pixels of the result are contiguous in runs of a multiple of four."""
     if result.strides[5] != 1 or axes[2].y_step != 1:
         return False

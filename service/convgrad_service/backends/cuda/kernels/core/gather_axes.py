@@ -57,7 +57,8 @@ class Axes(tuple[Axis, Axis, Axis]):
     @cached_property
     def phases(self) -> list[Combined]:
         """The phases of the convolution in descending order of taps."""
-        every = product(*(axis.phases for axis in self))
+        d, h, w = (axis.phases for axis in self)
+        every = product(d, h, w)
         return sorted(every, key=lambda each: -each[0].taps * each[1].taps * each[2].taps)
 
     @cached_property
