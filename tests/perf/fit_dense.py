@@ -50,7 +50,7 @@ from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm import (
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_model import SHARING
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_products import products_of
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_tiles import Config
-from convgrad_service.backends.cuda.kernels.core.gather_axes import gather_axis
+from convgrad_service.backends.cuda.kernels.core.gather_axes import gather_axes
 from convgrad_service.backends.cuda.tuning.candidates import candidates
 from convgrad_service.backends.cuda.tuning.correction import TABLE, Correction
 from convgrad_service.backends.cuda.tuning.features import NAMES
@@ -120,7 +120,7 @@ class Lines:
 
     def __init__(self, work: ConvWork, device: CudaDevice) -> None:
         self._work, self._device = work, device
-        self._axes = [gather_axis(work, dim) for dim in range(3)]
+        self._axes = gather_axes(work)
         # Configurations by name, made when they are first asked for.
         self._named: dict[str, dict[str, Any]] = {}
 

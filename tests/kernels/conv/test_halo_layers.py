@@ -12,7 +12,7 @@ from convgrad_service.backends.base import Backend
 from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.backends.cuda.kernels.conv.hopper_halo import HopperHalo
 from convgrad_service.backends.cuda.kernels.conv.hopper_halo_tiles import halo_tiles
-from convgrad_service.backends.cuda.kernels.core.gather_axes import gather_axis
+from convgrad_service.backends.cuda.kernels.core.gather_axes import gather_axes
 from convgrad_service.backends.cuda.kernels.fallback.gather_direct import GatherDirect
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.families import Family
@@ -50,7 +50,7 @@ class WithTile:
         return self._family.why_not(work, device)
 
     def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
-        tiles = halo_tiles(work, [gather_axis(work, dim) for dim in range(3)], device)
+        tiles = halo_tiles(work, gather_axes(work), device)
         return self._family.launches(work, device, tiles[int(self._share * (len(tiles) - 1))])
 
     def instances(self) -> Iterable[Instance]:

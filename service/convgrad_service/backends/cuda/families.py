@@ -152,18 +152,12 @@ DEPTHWISE_WEIGHT = (
 )
 SPLIT_GATHER = _result_in_any_layout(SplitGather(), timed=True)
 SPLIT_WEIGHT = _result_in_any_layout(SplitWeight())
+# Of families and, where none is fitted to them, of those between copies.
+COPIED = {
+    f"{name}_through_channels_last": replace(one, copy_s=COPY_S) for name, one in OVERHEADS.items()
+} | OVERHEADS
 # Few channels per group. Kernels that compute several groups at once, between copies if need be,
 # are compared with dense ones, whose tiles are of one group.
-GROUPED_OVERHEADS = OVERHEADS | {
-    f"{name}_through_channels_last": replace(OVERHEADS[name], copy_s=COPY_S)
-    for name in (
-        "grouped_gather",
-        "grouped_weight",
-        "hopper_grouped",
-        "hopper_grouped_weight",
-    )
-}
-
 GROUPED = (
     FastestExpected(
         _in_any_layout(GroupedGather()),
@@ -172,7 +166,7 @@ GROUPED = (
         SPLIT_GATHER,
         (ImplicitGemm(),),
         (DenseGather(),),
-        overheads=GROUPED_OVERHEADS,
+        overheads=COPIED,
     ),
 )
 GROUPED_WEIGHT = (
@@ -183,7 +177,7 @@ GROUPED_WEIGHT = (
         SPLIT_WEIGHT,
         (ImplicitGemm(),),
         _result_in_any_layout(DenseWeight()),
-        overheads=GROUPED_OVERHEADS,
+        overheads=COPIED,
     ),
 )
 # Depthwise gradients of the input that sum over several channels, channels last. On an H200,
@@ -226,7 +220,7 @@ def _in_float32(
 ) -> FastestExpected[ConvWork]:
     """Return a choice for float32, where channels first `FLOAT32_GEMM` needs no copies, and those
     of other families count; sums that are too short for it are left to ``few_terms``."""
-    return FastestExpected((FLOAT32_GEMM, *few_terms), *alternatives, overheads=OVERHEADS)
+    return FastestExpected((FLOAT32_GEMM, *few_terms), *alternatives, overheads=COPIED)
 
 
 # Channels that are whole chunks of 16 bytes, or not.
@@ -293,14 +287,9 @@ def _few_channels(
 ) -> FastestExpected[ConvWork]:
     """Return a choice between families for few channels, and the first of the others."""
     copied = {family.name: Overhead(0.0, copy_s=COPY_S) for family in families}
-    through = {
-        f"{name}_through_channels_last": replace(one, copy_s=COPY_S)
-        for name, one in OVERHEADS.items()
-        if f"{name}_through_channels_last" not in OVERHEADS
-    }
     # Its tiles are mostly empty: without this, it takes 1.14 times as long as expected (116 rows).
     tiles = {"dense_gather": replace(OVERHEADS["dense_gather"], scale=1.24)}
-    overheads = copied | through | OVERHEADS | tiles
+    overheads = copied | COPIED | tiles
     alternatives = *((family,) for family in families), others
     return FastestExpected(*alternatives, overheads=overheads, optional=True)
 

@@ -92,7 +92,7 @@ def main() -> None:
     device, tuning = pickle.load(requests)  # noqa: S301 - our parent's
     use_table(tuning)
     # Now rather than for the first problem.
-    pointwise_gemm_model.prepare(device)
+    pointwise_gemm_model.prepare()
     while True:
         try:
             problem = pickle.load(requests)  # noqa: S301 - our parent's

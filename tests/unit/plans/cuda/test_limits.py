@@ -18,7 +18,7 @@ from convgrad_service.backends.cuda.kernels.conv.hopper_gather import HopperGath
 from convgrad_service.backends.cuda.kernels.conv.hopper_gather_plan import Schedule, may_pingpong
 from convgrad_service.backends.cuda.kernels.conv.hopper_gather_tiles import HopperTile
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm import PointwiseGemm
-from convgrad_service.backends.cuda.kernels.core.gather_axes import gather_axis
+from convgrad_service.backends.cuda.kernels.core.gather_axes import gather_axes
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import chunk_counts
 from convgrad_service.inprocess.base import problem_of
 from convgrad_service.plans.cuda.device import H200
@@ -112,7 +112,7 @@ def test_warpgroups_do_not_take_turns_where_results_are_more_chunks_than_32_bits
     def of(pixels: int) -> ConvWork:
         return work_of("fwd", (64, 8192), (pixels,), (1,), (1,), dtype=dtype)
 
-    axes = [gather_axis(of(most), dim) for dim in range(3)]
+    axes = gather_axes(of(most))
     assert may_pingpong(of(most), axes)
     assert not may_pingpong(of(most + 1), axes)
     turns = Schedule(HopperTile(128, 128, pingpong=True))

@@ -35,7 +35,7 @@ from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_tiles import (
     Config,
     Product,
 )
-from convgrad_service.backends.cuda.kernels.core.gather_axes import gather_axis
+from convgrad_service.backends.cuda.kernels.core.gather_axes import gather_axes
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.families import Family
 from convgrad_service.plans.cuda.works import ConvWork
@@ -108,7 +108,7 @@ def candidates(work: ConvWork, device: CudaDevice) -> Iterator[list[Candidate]]:
             yield [Candidate(DenseWeight(), "", None)]
         return
     if HopperGather(everything=True).why_not(work, device) is None:
-        axes = [gather_axis(work, dim) for dim in range(3)]
+        axes = gather_axes(work)
         yield _sorted(
             Candidate(
                 HopperGather(everything=True, schedule=one),

@@ -53,8 +53,8 @@ class Tuned(Selector[ConvWork]):
         self, work: ConvWork, device: CudaDevice
     ) -> tuple[Chosen | None, list[tuple[str, str]]]:
         """See `Selector.choice`."""
-        key = key_of(work)
         layers = _layers(device.name, device.multiprocessors, self._own)
+        key = key_of(work) if layers else None
         entry = None if key is None else layers.get(key)
         if entry is None:
             return None, []

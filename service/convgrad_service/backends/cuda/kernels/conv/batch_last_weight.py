@@ -15,7 +15,7 @@ from math import prod
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.conv.hopper_weight import HopperWeight
-from convgrad_service.backends.cuda.kernels.core.limits import Requirements
+from convgrad_service.backends.cuda.kernels.core.limits import Requirements, is_pointwise
 from convgrad_service.backends.cuda.kernels.layout.channels_last import overlapping, prepare_side
 from convgrad_service.backends.cuda.kernels.layout.planes import PixelRows, Rows
 from convgrad_service.backends.cuda.kernels.layout.transpose import Transpose
@@ -70,19 +70,14 @@ class BatchLastWeight:
         waiting, *others = product.steps
         if isinstance(waiting, Launch):
             waiting = replace(waiting, overlaps=True)
-        first_s = _copied_s(item.size_bytes for item in first)
+        product_s = PRODUCT_SCALE * (product.expected_s or 0.0)
         return replace(
             product,
             kernel=f"{self.name}_{product.kernel}",
             steps=(*overlapping(steps, device), waiting, *others),
             workspace=(*first, *workspace, *product.workspace),
-            expected_s=first_s + self._expected_s(read, rows, device),
+            expected_s=_copied_s(first) + (_copied_s(workspace) + product_s),
         )
-
-    def _expected_s(self, work: ConvWork, rows: PixelRows, device: CudaDevice) -> float:
-        """Return the expected seconds of the product and the copies to rows."""
-        product_s = self._product.launches(work, device, rows=rows).expected_s or 0.0
-        return _copied_s(map(_bytes, (rows.x, rows.y))) + PRODUCT_SCALE * product_s
 
     def instances(self) -> Iterable[Instance]:
         return [*self._copy.instances(), *self._product.instances()]
@@ -92,8 +87,8 @@ def _bytes(rows: Rows) -> int:
     return prod(rows.extents) * rows.operand.dtype.itemsize
 
 
-def _copied_s(sizes_bytes: Iterable[int]) -> float:
-    return sum(COPY_S + 2 * size / BYTES_PER_S for size in sizes_bytes)
+def _copied_s(copies: Iterable[Workspace]) -> float:
+    return sum(COPY_S + 2 * one.size_bytes / BYTES_PER_S for one in copies)
 
 
 def _channels_last(
@@ -108,7 +103,7 @@ def _channels_last(
 
 def _flat(work: ConvWork) -> ConvWork:
     """Return pointwise work of stride 1 with all pixels as images, if one stride separates them."""
-    if work.taps > 1 or max(work.stride) > 1 or any(work.pad) or work.input != work.output:
+    if not is_pointwise(work):
         return work
     extents = (work.batch, *work.output)
     operands: list[Operand] = []

@@ -22,6 +22,7 @@ from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS, li
 from convgrad_service.backends.cuda.kernels.core.limits import (
     DTYPES,
     Requirements,
+    in_order,
     why_not_32bit_positions,
 )
 from convgrad_service.backends.cuda.kernels.layout.channels_last import (
@@ -61,13 +62,7 @@ def _gemm(work: ConvWork, device: CudaDevice) -> Lowered | None:
     size = work.sizes[0]
     n, _, channel, *spatial = source.operand.strides
     pixel = spatial[2]
-    outer, *inner, _ = contiguous_strides((work.batch, *size, 1))
-    for extent, stride, steps in zip(
-        (work.batch, *size), (n, *spatial), (outer, *inner), strict=True
-    ):
-        if extent > 1 and stride != steps * pixel:
-            return None
-    if channel != 1:
+    if channel != 1 or not in_order((n, *spatial), (work.batch, *size)):
         return None
     chunk = CHUNK_BYTES // work.dtype.itemsize
     channels = work.channels[0]
@@ -226,17 +221,12 @@ def _col2im(work: ConvWork, columns: Operand) -> Launch:
     args.column_stride = max(columns.strides[2], columns.strides[5])
     args.channels, args.activation = channels, ACTIVATIONS[work.activation]
     args.alpha, args.beta = work.alpha, work.beta
-    pointers = {"columns": columns.buffer, "result": result.buffer}
-    if work.accumulate is not None:
-        pointers["accumulate"] = work.accumulate.buffer
-    if work.bias is not None:
-        pointers["bias"] = work.bias
     most = next(most for most in CHANNELS if most >= channels)
     return Launch(
         _instance(work.result_dtype, most),
         linear_grid(args.pixels, THREADS),
         (THREADS, 1, 1),
-        pack(args, **pointers),
+        pack(args, columns=columns, result=result, accumulate=work.accumulate, bias=work.bias),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 from itertools import product
 from math import prod
 
@@ -20,9 +21,9 @@ from convgrad_service.backends.cuda.kernels.conv.dense_tiles import (
 from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS
 from convgrad_service.backends.cuda.kernels.core.gather_axes import (
     MAX_PHASES,
-    Axis,
+    Axes,
     divider,
-    gather_axis,
+    gather_axes,
     may_skip_taps,
 )
 from convgrad_service.backends.cuda.kernels.core.limits import MAX_PIXELS, why_not_dense
@@ -80,66 +81,7 @@ class DenseGather(DenseFamily):
         self, work: ConvWork, device: CudaDevice, tile: DenseTile | None = None
     ) -> Fragment:
         """See `Family.launches`. ``tile`` overrides the chosen tile."""
-        backward = work.direction == "bwd_data"
-        result = work.result
-        read, written = work.channels
-        axes = [gather_axis(work, dim) for dim in range(3)]
-        x = prepare_side(work, "source", device)
-        w = prepare_weight(work, device)
-        # The kernel also computes offsets of positions outside the source.
-        source_shape = (work.batch, work.groups, read, *(axis.x_size for axis in axes))
-        weight_shape = (work.groups, work.out_channels, work.in_channels, *work.kernel)
-        int64 = (
-            max(
-                last_offset(x.operand, source_shape) + _margin(x.operand, axes),
-                last_offset(w.operand, weight_shape),
-            )
-            > MAX_INDEX
-        )
-        if tile is None:
-            tile = gather_tile(work, axes, device, int64)
-
-        args = DenseGatherArgs()
-        args.x_stride[:], args.y_stride[:] = x.operand.strides, result.strides
-        group, k, c, *kernel = w.operand.strides
-        args.w_stride[:] = (group, c, k, *kernel) if backward else (group, k, c, *kernel)
-        args.alpha, args.beta = work.alpha, work.beta
-        args.batch, args.in_channels, args.out_channels = work.batch, read, written
-        args.activation = ACTIVATIONS[work.activation]
-        size = work.sizes[1]
-        extents = (work.batch, work.groups, written, *size)
-        args.wide_stores = in_whole_chunks(result, extents, 2)
-        args.runs_of_pixels = _runs_of_pixels(result, axes, size)
-        args.plain = work.epilogue_free
-        args.may_skip_taps = may_skip_taps(axes, tile.m)
-        fill_axes(args, axes, "x_size", "x_step", "x_tap", "y_step", "r_step")
-        for dim, axis in enumerate(axes):
-            args.phases[dim] = len(axis.phases)
-            for place, phase in enumerate(axis.phases):
-                args.phase[dim][place] = PhaseArgs(
-                    phase.taps, phase.r0, phase.x0, phase.y0, phase.count, *divider(phase.count)
-                )
-        instance = _instance(tile, work.dtype, backward, int64)
-        channel_tiles = ceil_div(written, tile.n)
-        launch = Launch(
-            instance,
-            (
-                channel_tiles * ceil_div(_most_pixels(work, axes), tile.m),
-                work.groups,
-                prod(len(axis.phases) for axis in axes),
-            ),
-            (tile.threads, 1, 1),
-            pack(
-                args, x=x.operand, w=w.operand, y=result, accumulate=work.accumulate, bias=work.bias
-            ),
-            shared_bytes(tile, axes, int64),
-        )
-        return Fragment(
-            f"{self.name}_{work.direction}_{tile.m}x{tile.n}",
-            (*x.steps, *w.steps, launch),
-            (*x.workspace, *w.workspace),
-            expected_s=expected_s(work, axes, device, int64, tile),
-        )
+        return _fragment(work, device, tile)
 
     def instances(self) -> Iterable[Instance]:
         return [
@@ -151,6 +93,70 @@ class DenseGather(DenseFamily):
             for backward in (False, True)
             for tile, int64 in (*((tile, False) for tile in tiles), (tiles[-1], True))
         ]
+
+
+@lru_cache(maxsize=16)
+def _fragment(work: ConvWork, device: CudaDevice, tile: DenseTile | None) -> Fragment:
+    """Return the launches by a tile, or the chosen one. Cached, as several choices of one plan
+    compare this family."""
+    backward = work.direction == "bwd_data"
+    result = work.result
+    read, written = work.channels
+    axes = gather_axes(work)
+    x = prepare_side(work, "source", device)
+    w = prepare_weight(work, device)
+    # The kernel also computes offsets of positions outside the source.
+    source_shape = (work.batch, work.groups, read, *(axis.x_size for axis in axes))
+    weight_shape = (work.groups, work.out_channels, work.in_channels, *work.kernel)
+    int64 = (
+        max(
+            last_offset(x.operand, source_shape) + _margin(x.operand, axes),
+            last_offset(w.operand, weight_shape),
+        )
+        > MAX_INDEX
+    )
+    if tile is None:
+        tile = gather_tile(work, axes, device, int64)
+
+    args = DenseGatherArgs()
+    args.x_stride[:], args.y_stride[:] = x.operand.strides, result.strides
+    group, k, c, *kernel = w.operand.strides
+    args.w_stride[:] = (group, c, k, *kernel) if backward else (group, k, c, *kernel)
+    args.alpha, args.beta = work.alpha, work.beta
+    args.batch, args.in_channels, args.out_channels = work.batch, read, written
+    args.activation = ACTIVATIONS[work.activation]
+    size = work.sizes[1]
+    extents = (work.batch, work.groups, written, *size)
+    args.wide_stores = in_whole_chunks(result, extents, 2)
+    args.runs_of_pixels = _runs_of_pixels(result, axes, size)
+    args.plain = work.epilogue_free
+    args.may_skip_taps = may_skip_taps(axes, tile.m)
+    fill_axes(args, axes, "x_size", "x_step", "x_tap", "y_step", "r_step")
+    for dim, axis in enumerate(axes):
+        args.phases[dim] = len(axis.phases)
+        for place, phase in enumerate(axis.phases):
+            args.phase[dim][place] = PhaseArgs(
+                phase.taps, phase.r0, phase.x0, phase.y0, phase.count, *divider(phase.count)
+            )
+    instance = _instance(tile, work.dtype, backward, int64)
+    channel_tiles = ceil_div(written, tile.n)
+    launch = Launch(
+        instance,
+        (
+            channel_tiles * ceil_div(_most_pixels(work, axes), tile.m),
+            work.groups,
+            prod(len(axis.phases) for axis in axes),
+        ),
+        (tile.threads, 1, 1),
+        pack(args, x=x.operand, w=w.operand, y=result, accumulate=work.accumulate, bias=work.bias),
+        shared_bytes(tile, axes, int64),
+    )
+    return Fragment(
+        f"{DenseGather.name}_{work.direction}_{tile.m}x{tile.n}",
+        (*x.steps, *w.steps, launch),
+        (*x.workspace, *w.workspace),
+        expected_s=expected_s(work, axes, device, int64, tile),
+    )
 
 
 # Only the last tile has registers left for 64-bit offsets.
@@ -172,7 +178,7 @@ TILES_3XTF32 = (
 
 
 def expected_s(
-    work: ConvWork, axes: list[Axis], device: CudaDevice, int64: bool, tile: DenseTile
+    work: ConvWork, axes: Axes, device: CudaDevice, int64: bool, tile: DenseTile
 ) -> float:
     """Return the expected time of a tile, in seconds."""
     read, written = work.channels
@@ -193,7 +199,7 @@ def expected_s(
     return max(longest_s, tile.expected_s(device, blocks, steps / blocks, shared))
 
 
-def gather_tile(work: ConvWork, axes: list[Axis], device: CudaDevice, int64: bool) -> DenseTile:
+def gather_tile(work: ConvWork, axes: Axes, device: CudaDevice, int64: bool) -> DenseTile:
     """Return the tile with the least expected time. Results do not depend on the tile."""
     tiles = TILES_3XTF32 if uses_3xtf32(work) else TILES
     if int64:
@@ -206,7 +212,7 @@ def _instance(tile: DenseTile, dtype: DType, backward: bool, int64: bool) -> Ins
     return Instance.of("conv/dense_gather.cu", ACROSS=backward, **tile.defines(dtype, int64))
 
 
-def shared_bytes(tile: DenseTile, axes: list[Axis], int64: bool) -> int:
+def shared_bytes(tile: DenseTile, axes: Axes, int64: bool) -> int:
     """Return the bytes of shared memory.
 
     These are the pipeline or the accumulators, two offsets per pixel, three values per tap, and a
@@ -219,12 +225,12 @@ def shared_bytes(tile: DenseTile, axes: list[Axis], int64: bool) -> int:
     return room + tile.m * (8 + offset) + taps * tap + bits + tile.scaling_flag_bytes
 
 
-def _most_pixels(work: ConvWork, axes: list[Axis]) -> int:
+def _most_pixels(work: ConvWork, axes: Axes) -> int:
     """Return the number of pixels of the largest phase."""
     return work.batch * prod(max(phase.count for phase in axis.phases) for axis in axes)
 
 
-def _margin(operand: Operand, axes: list[Axis]) -> int:
+def _margin(operand: Operand, axes: Axes) -> int:
     """Return a bound, in elements, on how far offsets reach outside the source on both sides."""
     return sum(
         max(
@@ -236,7 +242,7 @@ def _margin(operand: Operand, axes: list[Axis]) -> int:
     )
 
 
-def _runs_of_pixels(result: Operand, axes: list[Axis], size: tuple[int, int, int]) -> bool:
+def _runs_of_pixels(result: Operand, axes: Axes, size: tuple[int, int, int]) -> bool:
     """Return whether pixels of the result are contiguous in runs of a multiple of four."""
     if result.strides[5] != 1 or axes[2].y_step != 1:
         return False

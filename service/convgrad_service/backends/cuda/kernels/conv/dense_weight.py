@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from math import prod
 
 from convgrad.dtypes import DType
@@ -93,44 +94,7 @@ class DenseWeight(DenseFamily):
         splits: int | None = None,
     ) -> Fragment:
         """See `Family.launches`. ``tile`` and ``splits`` override the chosen ones."""
-        x, y = (prepare_side(work, name, device) for name in ("input", "grad_output"))
-        int64 = _needs_int64(work, x.operand, y.operand)
-        expected, best_tile, best_splits = _expected(work, device, int64)
-        tile, splits = tile or best_tile, splits or best_splits
-        partials = f"{work.prefix}partials"
-
-        args = DenseWeightArgs()
-        fill_wgrad(args, work, x.operand, y.operand)
-        args.splits = splits
-        args.plain = work.epilogue_free and _in_order(work)
-        args.wide_result = work.result_dtype is DType.FLOAT32
-        steps: list[Step] = [*x.steps, *y.steps]
-        steps.append(
-            Launch(
-                _instance(tile, work.dtype, int64),
-                (_tiles(work, tile), work.groups, splits),
-                (tile.threads, 1, 1),
-                pack(
-                    args,
-                    x=x.operand,
-                    y=y.operand,
-                    w=work.w,
-                    accumulate=work.accumulate,
-                    partials=partials if splits > 1 else None,
-                ),
-                _shared_bytes(work, tile, int64),
-            )
-        )
-        workspace = [*x.workspace, *y.workspace]
-        if splits > 1:
-            workspace.append(Workspace(partials, splits * _partial_bytes(work)))
-            steps.append(_sum(work, partials, splits))
-        return Fragment(
-            f"{self.name}_{tile.m}x{tile.n}/{splits}",
-            tuple(steps),
-            tuple(workspace),
-            expected_s=expected,
-        )
+        return _fragment(work, device, tile, splits)
 
     def tuned(self, config: str, work: ConvWork, device: CudaDevice) -> DenseWeight | None:
         """See `Tunable.tuned`. There is one configuration."""
@@ -147,6 +111,51 @@ class DenseWeight(DenseFamily):
             *map(_sum_instance, DTYPES),
             *split_sum_instances(),
         ]
+
+
+@lru_cache(maxsize=16)
+def _fragment(
+    work: ConvWork, device: CudaDevice, tile: DenseTile | None, splits: int | None
+) -> Fragment:
+    """Return the launches. Cached, as several choices of one plan compare this family."""
+    x, y = (prepare_side(work, name, device) for name in ("input", "grad_output"))
+    int64 = _needs_int64(work, x.operand, y.operand)
+    expected, best_tile, best_splits = _expected(work, device, int64)
+    tile, splits = tile or best_tile, splits or best_splits
+    partials = f"{work.prefix}partials"
+
+    args = DenseWeightArgs()
+    fill_wgrad(args, work, x.operand, y.operand)
+    args.splits = splits
+    args.plain = work.epilogue_free and _in_order(work)
+    args.wide_result = work.result_dtype is DType.FLOAT32
+    steps: list[Step] = [*x.steps, *y.steps]
+    steps.append(
+        Launch(
+            _instance(tile, work.dtype, int64),
+            (_tiles(work, tile), work.groups, splits),
+            (tile.threads, 1, 1),
+            pack(
+                args,
+                x=x.operand,
+                y=y.operand,
+                w=work.w,
+                accumulate=work.accumulate,
+                partials=partials if splits > 1 else None,
+            ),
+            _shared_bytes(work, tile, int64),
+        )
+    )
+    workspace = [*x.workspace, *y.workspace]
+    if splits > 1:
+        workspace.append(Workspace(partials, splits * _partial_bytes(work)))
+        steps.append(_sum(work, partials, splits))
+    return Fragment(
+        f"{DenseWeight.name}_{tile.m}x{tile.n}/{splits}",
+        tuple(steps),
+        tuple(workspace),
+        expected_s=expected,
+    )
 
 
 def _sum(work: ConvWork, partials: str, splits: int) -> Launch:

@@ -9,7 +9,7 @@ from math import prod
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS, MAX_BLOCKS
-from convgrad_service.backends.cuda.kernels.core.gather_axes import Axis, divider, gather_axis
+from convgrad_service.backends.cuda.kernels.core.gather_axes import Axis, divider, gather_axes
 from convgrad_service.backends.cuda.kernels.core.limits import (
     DTYPES,
     MAX_PIXELS,
@@ -66,7 +66,7 @@ class FewGather(Solver[ConvWork, Cut]):
         source = work.sides[0]
         if work.result_dtype is not work.dtype:
             return f"a result in {work.result_dtype}"
-        axes = _axes(work)
+        axes = gather_axes(work)
         if max(len(axis.phases) for axis in axes) > MOST_PHASES:
             return f"more than {MOST_PHASES} phases along a dimension"
         if _positions(work, axes) > MAX_PIXELS:
@@ -84,7 +84,7 @@ class FewGather(Solver[ConvWork, Cut]):
 
     def fragment(self, work: ConvWork, device: CudaDevice, cut: Cut) -> Fragment:
         source, result = work.sides
-        axes = _axes(work)
+        axes = gather_axes(work)
         args = FewGatherArgs()
         args.source_stride[:] = (source.strides[0], *source.strides[2:])
         args.result_stride[:] = (result.strides[0], *result.strides[2:])
@@ -101,19 +101,19 @@ class FewGather(Solver[ConvWork, Cut]):
                 one = args.phase[place][dim]
                 one.taps, one.r0, one.x0 = phase.taps, phase.r0, phase.x0
                 one.y0, one.count = phase.y0, phase.count
-                for field, value in (("by_taps", max(phase.taps, 1)), ("by_count", phase.count)):
-                    by = getattr(one, field)
-                    by.factor, by.shift = divider(value)
-        pointers = {"source": source.buffer, "weight": work.w.buffer, "result": result.buffer}
-        if work.accumulate is not None:
-            pointers["accumulate"] = work.accumulate.buffer
-        if work.bias is not None:
-            pointers["bias"] = work.bias
+                one.by_taps, one.by_count = divider(max(phase.taps, 1)), divider(phase.count)
         launch = Launch(
             _instance(work.dtype, _most(work), cut),
             (_blocks(work, axes, cut), 1, 1),
             (THREADS, 1, 1),
-            pack(args, **pointers),
+            pack(
+                args,
+                source=source,
+                weight=work.w,
+                result=result,
+                accumulate=work.accumulate,
+                bias=work.bias,
+            ),
             _shared_bytes(work, axes),
         )
         expected_s = _expected_s(work, axes, cut, device)
@@ -137,10 +137,6 @@ def _instance(dtype: DType, channels: int, cut: Cut) -> Instance:
         PIXELS=cut.pixels,
         VECTOR=cut.vector,
     )
-
-
-def _axes(work: ConvWork) -> tuple[Axis, Axis, Axis]:
-    return gather_axis(work, 0), gather_axis(work, 1), gather_axis(work, 2)
 
 
 def _positions(work: ConvWork, axes: Iterable[Axis]) -> int:

@@ -14,6 +14,7 @@ from convgrad_service.backends.cuda.kernels.core.limits import (
     MAX_GRID_YZ,
     MAX_PIXELS,
     Requirements,
+    is_pointwise,
 )
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice
@@ -59,7 +60,7 @@ class FewSources(Solver[ConvWork, Cut]):
         """See `Family.why_not`."""
         if (reason := NEEDS.why_not(work, device)) is not None:
             return reason
-        if work.taps > 1 or max(work.stride) > 1 or any(work.pad) or work.input != work.output:
+        if not is_pointwise(work):
             return "not 1x1 with stride 1"
         read, written = work.channels
         if read > CHANNELS[-1]:
@@ -81,15 +82,8 @@ class FewSources(Solver[ConvWork, Cut]):
         if read > MOST_CHANNELS_LAST:
             return f"{read} channels of the source, channels last"
         operand = work.sides[1]
-        image = prod(work.input) * result
-        whole = all(
-            batch == want
-            for batch, want in zip(
-                (one.strides[0] for one in work.sides),
-                (prod(work.input) * source, image),
-                strict=True,
-            )
-        )
+        images = [prod(work.input) * pixel for pixel in (source, result)]
+        whole = images == [one.strides[0] for one in work.sides]
         if operand.strides[2] != 1 or not (whole or work.batch == 1):
             return "neither planes nor contiguous channels of images one after another"
         return Cut(False, chunk if result % chunk == 0 and written % chunk == 0 else 1)
@@ -105,11 +99,6 @@ class FewSources(Solver[ConvWork, Cut]):
         args.source_channels, args.result_channels = read, written = work.channels
         args.pixels, args.images = prod(work.input), work.batch
         args.activation, args.alpha, args.beta = ACTIVATIONS[work.activation], work.alpha, work.beta
-        pointers = {"source": source.buffer, "weight": work.w.buffer, "result": result.buffer}
-        if work.accumulate is not None:
-            pointers["accumulate"] = work.accumulate.buffer
-        if work.bias is not None:
-            pointers["bias"] = work.bias
         most = next(most for most in CHANNELS if most >= read)
         per = (args.pixels if cut.planes else written) // cut.vector
         args.by_image.factor, args.by_image.shift = divider(per)
@@ -125,9 +114,15 @@ class FewSources(Solver[ConvWork, Cut]):
             least = ceil_div(per, THREADS)
             blocks = max(least, min(ceil_div(args.items, THREADS), BLOCKS * device.multiprocessors))
             grid, shared = (blocks, 1, 1), 0
-        launch = Launch(
-            _instance(work.dtype, most, cut), grid, (THREADS, 1, 1), pack(args, **pointers), shared
+        packed = pack(
+            args,
+            source=source,
+            weight=work.w,
+            result=result,
+            accumulate=work.accumulate,
+            bias=work.bias,
         )
+        launch = Launch(_instance(work.dtype, most, cut), grid, (THREADS, 1, 1), packed, shared)
         expected_s = START_S + work.elements * work.dtype.itemsize / BYTES_S
         return Fragment(f"{self.name}_{work.direction}", (launch,), expected_s=expected_s)
 

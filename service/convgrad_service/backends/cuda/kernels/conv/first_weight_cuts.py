@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.conv.first_sum import results_of
@@ -74,8 +75,7 @@ class Layout:
         return CHUNK_BYTES // self.item
 
 
-@dataclass(frozen=True, slots=True)
-class Cut:
+class Cut(NamedTuple):
     """A partition; fields as in ``FirstWeightArgs``, strides in elements."""
 
     tile: Tile

@@ -15,6 +15,7 @@ from typing import Any
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.core.gather_axes import divider
+from convgrad_service.backends.cuda.kernels.core.limits import in_order
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import HOPPER, CudaDevice
 from convgrad_service.plans.cuda.program import Instance, Launch, Step, Workspace, ceil_div
@@ -268,7 +269,7 @@ def _launch(
         extents = tensor.batch, *size
         outer = (stride for stride, extent in zip(strides, extents, strict=True) if extent > 1)
         of.vectors = all(value % VECTOR == 0 for value in (tensor.channels, *outer))
-        of.in_order = _in_order(strides, extents)
+        of.in_order = in_order(strides, extents)
         of.size[:] = size
         for dim, extent in enumerate(size):
             of.by[dim] = divider(extent)
@@ -298,13 +299,3 @@ def _merged(strides: tuple[int, ...], size: Size3) -> tuple[tuple[int, ...], Siz
         if d == 1 or w == 1 or d_stride == w * w_stride:
             d, w, w_stride = 1, d * w, d_stride if w == 1 else w_stride
     return (n_stride, d_stride, h_stride, w_stride), (d, h, w)
-
-
-def _in_order(strides: tuple[int, ...], extents: tuple[int, ...]) -> bool:
-    """Return whether one stride, the last, separates all pixels."""
-    step = strides[-1]
-    for stride, extent in zip(reversed(strides), reversed(extents), strict=True):
-        if extent > 1 and stride != step:
-            return False
-        step *= extent
-    return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -12,9 +13,7 @@ from convgrad_service.backends.cuda.arguments import fill_axes
 from convgrad_service.backends.cuda.kernels.conv.dense_tiles import why_not_few_parts
 from convgrad_service.backends.cuda.kernels.conv.hopper_gather_maps import (
     LAUNCHED_PHASES,
-    Combined,
     Sides,
-    combined,
     launched,
     lowest,
     sides_of,
@@ -40,7 +39,12 @@ from convgrad_service.backends.cuda.kernels.conv.hopper_gather_tiles import (
     tiles_of,
 )
 from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS
-from convgrad_service.backends.cuda.kernels.core.gather_axes import Axis, divider, gather_axis
+from convgrad_service.backends.cuda.kernels.core.gather_axes import (
+    Axes,
+    Combined,
+    divider,
+    gather_axes,
+)
 from convgrad_service.backends.cuda.kernels.core.limits import DTYPES, Requirements
 from convgrad_service.backends.cuda.kernels.core.tensor_maps import TensorMap, pack_maps
 from convgrad_service.backends.cuda.kernels.layout.channels_last import (
@@ -132,14 +136,14 @@ class HopperGather:
                 return reason
         if not self._everything and min(read, written) < least_channels:
             return f"{read} to {written} channels would leave most of a tile"
-        axes = [gather_axis(work, dim) for dim in range(3)]
+        axes = gather_axes(work)
         least = _least_terms(work, axes, written)
         if not self._everything and read * work.taps < least:
             return (
                 f"sums of {read * work.taps} products take less time than storing them; "
                 f"expected at least {least}"
             )
-        phases = combined(axes)
+        phases = axes.phases
         if len(phases) > MOST_PHASES:
             return f"{len(phases)} phases are more than {MOST_PHASES}"
         if max(phase.taps for axis in axes for phase in axis.phases) > MAX_TAPS:
@@ -161,38 +165,10 @@ class HopperGather:
     ) -> Fragment:
         """See `Family.launches`. ``schedule`` overrides the chosen schedule; ``unscale`` is that
         of `FloatParts`."""
-        axes = [gather_axis(work, dim) for dim in range(3)]
-        sides = sides_of(work, device, self._parts)
-        schedule = schedule or self._schedule
-        time_s, chosen = None, schedule
-        if schedule is None:
-            time_s, schedule = choose_schedule(work, axes, device, self._parts)
-            chosen = schedule
-        if stores_planes(work) or self._parts > 1 or not may_start_with_images(work, axes):
-            schedule = replace(schedule, images_first=False)
-        if not possible(work, axes, device, schedule):
-            schedule = replace(schedule, tile=tiles_of(work.dtype, self._parts)[0])
-        tile = schedule.tile
-        planes = stores_planes(work) and tile.has_planes
-        steps = [
-            _launch(work, axes, phases, sides, schedule, device, unscale)
-            for phases in launched(axes)
-        ]
-        steps[0] = replace(steps[0], overlaps=bool(sides.steps) or work.follows)
-        if time_s is None or schedule != chosen:
-            time_s = expected_s(work, axes, device, schedule)
-        if work.direction == "bwd_data" and not sides.across:
-            time_s += TRANSPOSED_S
-        return Fragment(
-            f"{self.name}_{work.direction}_{schedule}{'_planes' if planes else ''}",
-            (*sides.steps, *steps),
-            sides.workspace,
-            expected_s=time_s + sides.copy_s + PLANES_S * (planes and work.dtype.itemsize == 2),
-            order=f"split {tile.split}/{tile.taps}" if tile.split > 1 else "",
-        )
+        return _fragment(work, device, schedule or self._schedule, self._parts, unscale)
 
     def tuned(self, config: str, work: ConvWork, device: CudaDevice) -> HopperGather | None:
-        axes = [gather_axis(work, dim) for dim in range(3)]
+        axes = gather_axes(work)
         every = candidates(work, axes, device, self._parts)
         found = next((one for one in every if str(one) == config), None)
         return (
@@ -220,9 +196,42 @@ class HopperGather:
         ]
 
 
+@lru_cache(maxsize=16)
+def _fragment(
+    work: ConvWork, device: CudaDevice, schedule: Schedule | None, parts: int, unscale: str | None
+) -> Fragment:
+    """Return the launches by a schedule, or the chosen one. Cached, as several choices of one plan
+    compare this family."""
+    axes, sides = gather_axes(work), sides_of(work, device, parts)
+    time_s, given = None, schedule
+    if schedule is None:
+        time_s, schedule = choose_schedule(work, axes, device, parts)
+    if stores_planes(work) or parts > 1 or not may_start_with_images(work, axes):
+        schedule = replace(schedule, images_first=False)
+    if given is not None and not possible(work, axes, device, schedule):
+        schedule = replace(schedule, tile=tiles_of(work.dtype, parts)[0])
+    tile = schedule.tile
+    planes = stores_planes(work) and tile.has_planes
+    steps = [
+        _launch(work, axes, phases, sides, schedule, device, unscale) for phases in launched(axes)
+    ]
+    steps[0] = replace(steps[0], overlaps=bool(sides.steps) or work.follows)
+    if time_s is None:
+        time_s = expected_s(work, axes, device, schedule)
+    if work.direction == "bwd_data" and not sides.across:
+        time_s += TRANSPOSED_S
+    return Fragment(
+        f"{HopperGather.name}_{work.direction}_{schedule}{'_planes' if planes else ''}",
+        (*sides.steps, *steps),
+        sides.workspace,
+        expected_s=time_s + sides.copy_s + PLANES_S * (planes and work.dtype.itemsize == 2),
+        order=f"split {tile.split}/{tile.taps}" if tile.split > 1 else "",
+    )
+
+
 def _launch(
     work: ConvWork,
-    axes: Sequence[Axis],
+    axes: Axes,
     phases: Sequence[Combined],
     sides: Sides,
     schedule: Schedule,
@@ -361,7 +370,7 @@ def _least_channels(work: ConvWork, *, compared: bool) -> int:
     return FEWEST_CHANNELS if compared else LEAST_CHANNELS
 
 
-def _least_terms(work: ConvWork, axes: Sequence[Axis], written: int) -> int:
+def _least_terms(work: ConvWork, axes: Axes, written: int) -> int:
     """Return the fewest products per sum, which depends on how the result is stored."""
     result = work.result
     size = work.sizes[1]

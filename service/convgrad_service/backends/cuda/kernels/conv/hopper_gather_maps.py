@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
+from functools import lru_cache
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.conv.hopper_gather_tiles import ROW_BYTES, HopperTile
-from convgrad_service.backends.cuda.kernels.core.gather_axes import Axis, Phase
+from convgrad_service.backends.cuda.kernels.core.gather_axes import Axes, Axis, Combined, Phase
 from convgrad_service.backends.cuda.kernels.core.tensor_maps import Im2colMap, TiledMap
 from convgrad_service.backends.cuda.kernels.layout.channels_last import (
     CHUNK_BYTES,
@@ -21,10 +21,7 @@ from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import Step, Workspace, ceil_div
 from convgrad_service.plans.cuda.works import ConvWork, Operand
 
-__all__ = ["LAUNCHED_PHASES", "Combined", "Sides", "combined", "launched", "lowest", "sides_of"]
-
-Combined = tuple[Phase, Phase, Phase]
-"""A phase along D, H and W."""
+__all__ = ["LAUNCHED_PHASES", "Sides", "launched", "lowest", "sides_of"]
 
 LAUNCHED_PHASES = 8
 """The most phases of a launch."""
@@ -33,15 +30,9 @@ LAUNCHED_PHASES = 8
 MOST_OFFSET = {3: 65535, 4: 255, 5: 31}
 
 
-def combined(axes: Sequence[Axis]) -> list[Combined]:
-    """Return the phases of a convolution in descending order of taps."""
-    every = [(d, h, w) for d, h, w in product(*(axis.phases for axis in axes))]
-    return sorted(every, key=lambda each: -each[0].taps * each[1].taps * each[2].taps)
-
-
-def launched(axes: Sequence[Axis]) -> list[list[Combined]]:
-    """Return `combined`, divided into launches of about as many phases each."""
-    phases = combined(axes)
+def launched(axes: Axes) -> list[list[Combined]]:
+    """Return the phases, divided into launches of about as many each."""
+    phases = axes.phases
     launches = ceil_div(len(phases), LAUNCHED_PHASES)
     return [phases[first::launches] for first in range(launches)]
 
@@ -138,9 +129,9 @@ class Sides:
             box=(depth, 1, 1, 1, tile.weight_rows(depth if self.across else None)),
         )
 
-    def why_not(self, axes: Sequence[Axis], tile: HopperTile) -> str | None:
+    def why_not(self, axes: Axes, tile: HopperTile) -> str | None:
         """Return why TMA cannot read the pixels in their natural order, or None."""
-        for phase in combined(axes):
+        for phase in axes.phases:
             reason = self.source_map(axes, phase, tile, images_first=False).why_not()
             if reason is not None:
                 return reason
@@ -156,6 +147,7 @@ def _turned(work: ConvWork) -> bool:
     return work.direction == "bwd_data" and work.dtype is DType.FLOAT32
 
 
+@lru_cache(maxsize=16)
 def sides_of(work: ConvWork, device: CudaDevice, parts: int = 1) -> Sides:
     """Return the operands in channels-last layout, in whole chunks; of operands in ``parts``, which
     are channels last, those of the first part."""

@@ -13,7 +13,7 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-from convgrad_service.backends.cuda.kernels.conv.hopper_gather_maps import combined, launched
+from convgrad_service.backends.cuda.kernels.conv.hopper_gather_maps import launched
 from convgrad_service.backends.cuda.kernels.conv.hopper_gather_plan import (
     Schedule,
     candidates,
@@ -23,7 +23,7 @@ from convgrad_service.backends.cuda.kernels.conv.hopper_gather_plan import (
 )
 from convgrad_service.backends.cuda.kernels.conv.hopper_gather_tiles import ROW_BYTES, HopperTile
 from convgrad_service.backends.cuda.kernels.conv.single_model import Rates, SingleWave, single_s
-from convgrad_service.backends.cuda.kernels.core.gather_axes import Axis
+from convgrad_service.backends.cuda.kernels.core.gather_axes import Axes
 from convgrad_service.backends.cuda.kernels.layout.channels_last import in_whole_chunks
 from convgrad_service.backends.cuda.tuning.correction import fastest
 from convgrad_service.backends.cuda.tuning.features import features
@@ -75,8 +75,9 @@ SINGLE_OF_PARTS = Rates(
 )
 
 
+@lru_cache(maxsize=16)
 def choose_schedule(
-    work: ConvWork, axes: Sequence[Axis], device: CudaDevice, parts: int = 1
+    work: ConvWork, axes: Axes, device: CudaDevice, parts: int = 1
 ) -> tuple[float, Schedule]:
     """Return the schedule with the least expected time, and that in seconds.
 
@@ -101,13 +102,13 @@ def correction_name(work: ConvWork) -> str:
 
 def lines(
     work: ConvWork,
-    axes: Sequence[Axis],
+    axes: Axes,
     device: CudaDevice,
     found: Sequence[tuple[float, Schedule]],
 ) -> NDArray[np.float64]:
     """Return the `features` of schedules with their expected seconds."""
     read, written = work.channels
-    phases = combined(axes)
+    phases = axes.phases
     pixels = [work.batch * prod(along.count for along in phase) for phase in phases]
     taps = sum(
         count * prod(along.taps for along in phase)
@@ -140,9 +141,7 @@ def lines(
     )
 
 
-def expected_s(
-    work: ConvWork, axes: Sequence[Axis], device: CudaDevice, schedule: Schedule
-) -> float:
+def expected_s(work: ConvWork, axes: Axes, device: CudaDevice, schedule: Schedule) -> float:
     """Return the expected seconds of the launches in a graph; others than the first only start."""
     tile, others_s = schedule.tile, START_S * (len(launched(axes)) - 1)
     if tile.single:
@@ -162,9 +161,7 @@ def _moved_bytes(work: ConvWork, parts: int) -> int:
     return read + work.result_dtype.itemsize * written
 
 
-def _single_s(
-    work: ConvWork, axes: Sequence[Axis], device: CudaDevice, schedule: Schedule
-) -> float:
+def _single_s(work: ConvWork, axes: Axes, device: CudaDevice, schedule: Schedule) -> float:
     tile = schedule.tile
     read, written = work.channels
     chunks = ceil_div(read * work.dtype.itemsize, ROW_BYTES)
@@ -194,17 +191,17 @@ def _single_s(
     )
 
 
-def _tile_steps(work: ConvWork, axes: Sequence[Axis], schedule: Schedule) -> NDArray[np.int64]:
+def _tile_steps(work: ConvWork, axes: Axes, schedule: Schedule) -> NDArray[np.int64]:
     """Return the k-tiles of each tile of pixels, for a chunk of channels: its taps, or with several
     taps in a k-tile, its rows of taps, none of which are skipped."""
     tile = schedule.tile
     if tile.taps == 1:
-        return taps_of_tiles(tuple(axes), work.batch, tile.pixels, schedule.images_first)
-    rows = prod(along.taps for along in combined(axes)[0][:2])
+        return taps_of_tiles(axes, work.batch, tile.pixels, schedule.images_first)
+    rows = prod(along.taps for along in axes.phases[0][:2])
     return np.full(row_tiles(work, axes, tile)[0], rows)
 
 
-def _busy_s(work: ConvWork, axes: Sequence[Axis], device: CudaDevice, schedule: Schedule) -> float:
+def _busy_s(work: ConvWork, axes: Axes, device: CudaDevice, schedule: Schedule) -> float:
     """Return the expected seconds of the busiest SM, or cluster."""
     tile = schedule.tile
     read, written = work.channels

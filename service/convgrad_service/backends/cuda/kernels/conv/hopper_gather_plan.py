@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from math import gcd, prod
 
 import numpy as np
 from numpy.typing import NDArray
 
-from convgrad_service.backends.cuda.kernels.conv.hopper_gather_maps import Combined, combined
 from convgrad_service.backends.cuda.kernels.conv.hopper_gather_tiles import (
     MOST_HALO,
     ROW_BYTES,
     HopperTile,
     tiles_of,
 )
-from convgrad_service.backends.cuda.kernels.core.gather_axes import Axis
+from convgrad_service.backends.cuda.kernels.core.gather_axes import Axes, Combined
 from convgrad_service.backends.cuda.kernels.layout.channels_last import in_whole_chunks
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import ceil_div
@@ -82,7 +81,7 @@ def pixels_beside(work: ConvWork) -> int:
     return gcd(inner, result.strides[0] if work.batch > 1 else 0, result.strides[2], most)
 
 
-def may_start_with_images(work: ConvWork, axes: Sequence[Axis]) -> bool:
+def may_start_with_images(work: ConvWork, axes: Axes) -> bool:
     """Return whether images can be the fastest coordinate of pixels.
 
     They cannot with a stride along the slowest dimension, which has no traversal stride in TMA.
@@ -90,36 +89,46 @@ def may_start_with_images(work: ConvWork, axes: Sequence[Axis]) -> bool:
     return axes[3 - work.conv.ndim].x_step == 1
 
 
-def possible(work: ConvWork, axes: Sequence[Axis], device: CudaDevice, schedule: Schedule) -> bool:
+def possible(work: ConvWork, axes: Axes, device: CudaDevice, schedule: Schedule) -> bool:
     """Return whether the kernel of a schedule's tile can compute the work.
 
     Single tiles must run at once, one cluster each if K is split, or in a few waves. Plain products
     are left to pointwise_gemm, against which they have not been measured.
     """
-    tile, phases = schedule.tile, combined(axes)
-    if tile.taps > 1:
-        along = axes[2].phases[0]
-        # With a dilation, two layers took 1.04 and 1.68 of the other tiles' time on an H200.
-        adjacent = axes[2].x_step == abs(axes[2].x_tap) == 1
-        shared = len(phases) == 1 and adjacent and along.taps == tile.taps
-        if not shared or schedule.images_first or tile.halo(axes[2], along) > MOST_HALO:
-            return False
-    if stores_planes(work) and not (tile.has_planes or tile.parts > 1):
-        return False
-    if tile.pingpong:
-        return may_pingpong(work, axes) and (work.epilogue_free or tile.has_epilogue)
-    if not tile.single:
-        return True
-    if is_product(work) and tile.parts == 1:
-        return False
-    if work.groups > 1 and work.channels[0] * work.dtype.itemsize % ROW_BYTES:
-        return False  # they multiply whole k-tiles
-    if max(prod(along.taps for along in phase) for phase in phases) > MOST_LISTED:
-        return False
-    waves = 1 if tile.split > 1 else MOST_WAVES
-    rows = sum(row_tiles(work, axes, tile))
-    tiles = rows * work.groups * ceil_div(work.channels[1], tile.n)
-    return rows <= MOST_ROWS and tiles <= waves * tile.clusters(device)
+    return next(_possible(work, axes, device, [schedule]), None) is not None
+
+
+def _possible(
+    work: ConvWork, axes: Axes, device: CudaDevice, schedules: Iterable[Schedule]
+) -> Iterator[Schedule]:
+    """Yield those of ``schedules`` that are `possible`."""
+    along = axes[2].phases[0]
+    # With a dilation, two layers took 1.04 and 1.68 of the other tiles' time on an H200.
+    shares = len(axes.phases) == 1 and axes[2].x_step == abs(axes[2].x_tap) == 1
+    planes, pingpong = stores_planes(work), may_pingpong(work, axes)
+    (read, written), parted = work.channels, not is_product(work)
+    whole = work.groups == 1 or read * work.dtype.itemsize % ROW_BYTES == 0
+    listed = max(d.taps * h.taps * w.taps for d, h, w in axes.phases) <= MOST_LISTED
+    for schedule in schedules:
+        tile = schedule.tile
+        if tile.taps > 1:
+            shared = shares and along.taps == tile.taps and not schedule.images_first
+            if not shared or tile.halo(axes[2], along) > MOST_HALO:
+                continue
+        if planes and not (tile.has_planes or tile.parts > 1):
+            continue
+        if tile.pingpong and not (pingpong and (work.epilogue_free or tile.has_epilogue)):
+            continue
+        if tile.single:
+            # They multiply whole k-tiles.
+            if not (whole and listed and (parted or tile.parts > 1)):
+                continue
+            waves = 1 if tile.split > 1 else MOST_WAVES
+            rows = sum(row_tiles(work, axes, tile))
+            tiles = rows * work.groups * ceil_div(written, tile.n)
+            if rows > MOST_ROWS or tiles > waves * tile.clusters(device):
+                continue
+        yield schedule
 
 
 def is_product(work: ConvWork) -> bool:
@@ -129,26 +138,31 @@ def is_product(work: ConvWork) -> bool:
 
 def is_plain(work: ConvWork) -> bool:
     """Return whether results are sums without an epilogue, in whole, aligned chunks of channels."""
+    return work.epilogue_free and _in_whole_chunks(work)
+
+
+def _in_whole_chunks(work: ConvWork) -> bool:
     extents = (work.batch, work.groups, work.channels[1], *work.sizes[1])
-    return work.epilogue_free and in_whole_chunks(work.result, extents, 2)
+    return in_whole_chunks(work.result, extents, 2)
 
 
-def finishes_rows(work: ConvWork, axes: Sequence[Axis]) -> bool:
+def finishes_rows(work: ConvWork, axes: Axes) -> bool:
     """Return whether results with a bias or a clamping activation can be stored like plain ones.
 
     This requires 16-bit types, whole, aligned chunks of channels, and a single phase.
     """
-    plain = replace(work, bias=None, activation="none")
     return (
-        is_plain(plain)
-        and not work.epilogue_free
+        not work.epilogue_free
+        and work.alpha == 1.0
+        and work.accumulate is None
+        and _in_whole_chunks(work)
         and work.activation in CLAMPING
         and work.dtype.itemsize == work.result_dtype.itemsize == 2
         and all(len(axis.phases) == 1 for axis in axes)
     )
 
 
-def may_pingpong(work: ConvWork, axes: Sequence[Axis]) -> bool:
+def may_pingpong(work: ConvWork, axes: Axes) -> bool:
     """Return whether tiles can run ping-pong.
 
     Results must be plain, or stored like plain ones, and addressable in 32-bit units of chunks.
@@ -161,16 +175,16 @@ def may_pingpong(work: ConvWork, axes: Sequence[Axis]) -> bool:
     return rows and reach * result.dtype.itemsize // 16 < MOST_CHUNKS
 
 
-def row_tiles(work: ConvWork, axes: Sequence[Axis], tile: HopperTile) -> list[int]:
+def row_tiles(work: ConvWork, axes: Axes, tile: HopperTile) -> list[int]:
     """Return the tiles along the pixels of each phase."""
     return [
         ceil_div(work.batch * d.count * h.count * (w.count + tile.halo(axes[2], w)), tile.pixels)
-        for d, h, w in combined(axes)
+        for d, h, w in axes.phases
     ]
 
 
 def kept_taps(
-    axes: Sequence[Axis], phase: Combined, batch: int, pixels: int, images_first: bool
+    axes: Axes, phase: Combined, batch: int, pixels: int, images_first: bool
 ) -> NDArray[np.int64]:
     """Return the number of taps that each tile of ``pixels`` reads, as ``taps_inside`` of
     hopper_gather.cuh computes it."""
@@ -219,54 +233,52 @@ def kept_taps(
 
 
 @lru_cache(maxsize=32)
-def taps_of_tiles(
-    axes: tuple[Axis, ...], batch: int, pixels: int, images_first: bool
-) -> NDArray[np.int64]:
+def taps_of_tiles(axes: Axes, batch: int, pixels: int, images_first: bool) -> NDArray[np.int64]:
     """Return `kept_taps` of all phases, concatenated. Cached, as many tile shapes share them."""
+    if not axes.reads_padding:
+        counts = [ceil_div(batch * prod(p.count for p in phase), pixels) for phase in axes.phases]
+        return np.repeat([prod(p.taps for p in phase) for phase in axes.phases], counts)
     return np.concatenate(
-        [kept_taps(axes, phase, batch, pixels, images_first) for phase in combined(axes)]
+        [kept_taps(axes, phase, batch, pixels, images_first) for phase in axes.phases]
     )
 
 
-def skips_taps(work: ConvWork, axes: Sequence[Axis], tile: HopperTile, images_first: bool) -> bool:
+def skips_taps(work: ConvWork, axes: Axes, tile: HopperTile, images_first: bool) -> bool:
     """Return whether some tile does not read the source with all taps of its phase."""
     if tile.taps > 1:
         return True  # not known, as its pixels are others
-    taps = taps_of_tiles(tuple(axes), work.batch, tile.pixels, images_first)
+    taps = taps_of_tiles(axes, work.batch, tile.pixels, images_first)
     every = np.repeat(
-        [prod(along.taps for along in phase) for phase in combined(axes)],
+        [prod(along.taps for along in phase) for phase in axes.phases],
         row_tiles(work, axes, tile),
     )
     return bool(np.any(taps < every))
 
 
 def candidates(
-    work: ConvWork, axes: Sequence[Axis], device: CudaDevice, parts: int = 1
+    work: ConvWork, axes: Axes, device: CudaDevice, parts: int = 1
 ) -> Iterator[Schedule]:
     read, written = work.channels
     source = work.batch * work.groups * read * prod(axis.x_size for axis in axes)
     source *= work.dtype.itemsize
-    phases = combined(axes)
-    pads = any(
-        along.x0 + j * axis.x_tap < 0
-        or along.x0 + j * axis.x_tap + (along.count - 1) * axis.x_step >= axis.x_size
-        for axis in axes
-        for along in axis.phases
-        for j in range(along.taps)
-    )
+    phases = axes.phases
     by_image = (
-        pads and not stores_planes(work) and work.batch >= 4 and may_start_with_images(work, axes)
+        axes.reads_padding
+        and not stores_planes(work)
+        and work.batch >= 4
+        and may_start_with_images(work, axes)
     )
     if parts > 1:
         by_image = False  # parts follow one another as images
-    for tile in tiles_of(work.dtype, parts):
-        if tile.n - written >= 64 and tile.n > 64:
-            continue
-        if not possible(work, axes, device, Schedule(tile)):
-            continue
-        rounds = 1
+    pixels = sum(work.batch * prod(along.count for along in phase) for phase in phases)
+    narrow = [
+        Schedule(tile)
+        for tile in tiles_of(work.dtype, parts)
+        if tile.n - written < 64 or tile.n <= 64
+    ]
+    for schedule in _possible(work, axes, device, narrow):
+        tile, rounds = schedule.tile, 1
         if len(phases) > 1 and not tile.single:
-            pixels = sum(work.batch * prod(along.count for along in phase) for phase in phases)
             columns = work.groups * ceil_div(written, tile.n)
             turns = ceil_div(pixels, tile.m) * columns // device.multiprocessors
             rounds = max(1, min(source // ROUND_BYTES, turns // ROUND_TURNS))

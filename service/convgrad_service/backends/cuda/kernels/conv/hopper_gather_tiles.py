@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.core.gather_axes import Axis, Phase
@@ -301,6 +302,7 @@ PART_TILES = (
 """Tile shapes of operands in parts: besides its sums, a thread holds as many of a k-tile."""
 
 
+@cache
 def tiles_of(dtype: DType, parts: int = 1) -> tuple[HopperTile, ...]:
     """Return the tiles for a dtype: for 32-bit types, those whose results fit into registers; for
     16-bit types, those at least a k-tile wide that were the fastest for some layer."""

@@ -17,7 +17,7 @@ from convgrad_service.backends.cuda.kernels.conv.hopper_halo_tiles import (
     some_tile_fits,
 )
 from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS
-from convgrad_service.backends.cuda.kernels.core.gather_axes import Axis, gather_axis
+from convgrad_service.backends.cuda.kernels.core.gather_axes import Axis, gather_axes
 from convgrad_service.backends.cuda.kernels.core.limits import IN_16_BITS, Requirements
 from convgrad_service.backends.cuda.kernels.core.tensor_maps import TiledMap, pack_maps
 from convgrad_service.backends.cuda.kernels.layout.channels_last import (
@@ -79,7 +79,7 @@ class HopperHalo:
             return f"positions reach {reach}, beyond {MAX_EXTENT}"
         if max(work.result.strides[4:]) * MAX_BOX * 2 > MAX_INDEX:
             return f"a stride of {max(work.result.strides[4:])} elements between rows of the result"
-        axes = [gather_axis(work, dim) for dim in range(3)]
+        axes = gather_axes(work)
         if not some_tile_fits(work, axes, device):
             return "no tile and its halo fit into shared memory"
         return None
@@ -90,7 +90,7 @@ class HopperHalo:
         """See `Family.launches`. ``tile`` overrides the chosen tile."""
         backward = work.direction == "bwd_data"
         result = work.result
-        axes = [gather_axis(work, dim) for dim in range(3)]
+        axes = gather_axes(work)
         if tile is None:
             tile = halo_tiles(work, axes, device)[0]
         written = tile.problem.channels[1]

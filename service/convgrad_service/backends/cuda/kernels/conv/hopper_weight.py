@@ -29,6 +29,7 @@ from convgrad_service.backends.cuda.kernels.conv.hopper_weight_tiles import (
     TF32_TILES,
     TILES,
     TILES_OF,
+    WeightTile,
 )
 from convgrad_service.backends.cuda.kernels.core.limits import IN_16_BITS, Requirements
 from convgrad_service.backends.cuda.kernels.core.memory_time import with_memory_s
@@ -194,40 +195,32 @@ class HopperWeight:
         return None if found is None else HopperWeight(cut=found)
 
     def instances(self) -> Iterable[Instance]:
-        return [
-            *(
-                tile.instance(dtype, cluster, summing=summing)
-                for dtype in IN_16_BITS
-                for tile in TILES
-                for cluster, summing in tile.clusters
-            ),
-            *(
-                tile.instance(DType.FLOAT32, cluster, summing=summing)
-                for tile in TF32_TILES
-                for cluster, summing in tile.clusters
-            ),
-            *(
-                tile.instance(dtype, cluster, summing=summing, planes=True)
-                for dtype in (*IN_16_BITS, DType.FLOAT32)
-                for tile in TILES
-                for cluster, summing in tile.clusters
-                if cluster == summing
-            ),
-            *(_sum_instance(dtype, result) for dtype, result in RESULTS),
+        found = [
+            *(instance for dtype in IN_16_BITS for instance in _instances(dtype, TILES)),
+            *_instances(DType.FLOAT32, TF32_TILES),
         ]
+        found += [
+            tile.instance(dtype, cluster, summing=summing, planes=True)
+            for dtype in (*IN_16_BITS, DType.FLOAT32)
+            for tile in TILES
+            for cluster, summing in tile.clusters
+            if cluster == summing
+        ]
+        return found + [_sum_instance(dtype, result) for dtype, result in RESULTS]
 
     def parts_instances(self) -> Iterable[Instance]:
         """Return the instances for operands in several parts."""
-        return [
-            _sum_instance(DType.BFLOAT16, DType.FLOAT32),
-            *(
-                tile.instance(DType.BFLOAT16, cluster, summing=summing)
-                for parts, tiles in TILES_OF.items()
-                if parts > 1
-                for tile in tiles
-                for cluster, summing in tile.clusters
-            ),
-        ]
+        tiles = [tile for of in TILES_OF.values() for tile in of if tile.parts > 1]
+        found = _instances(DType.BFLOAT16, tiles)
+        return [_sum_instance(DType.BFLOAT16, DType.FLOAT32), *found]
+
+
+def _instances(dtype: DType, tiles: Iterable[WeightTile]) -> list[Instance]:
+    return [
+        tile.instance(dtype, cluster, summing=summing)
+        for tile in tiles
+        for cluster, summing in tile.clusters
+    ]
 
 
 def why_not_im2col(work: ConvWork) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from functools import lru_cache
 from math import prod
 
 from convgrad.dtypes import DType
@@ -32,11 +32,15 @@ from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_tiles import (
     Config,
     Copies,
     Gemm,
-    Tile,
     tiles_of,
 )
-from convgrad_service.backends.cuda.kernels.core.gather_axes import Axis, gather_axis
-from convgrad_service.backends.cuda.kernels.core.limits import DTYPES, MAX_PIXELS, why_not_dense
+from convgrad_service.backends.cuda.kernels.core.gather_axes import gather_axes
+from convgrad_service.backends.cuda.kernels.core.limits import (
+    DTYPES,
+    MAX_PIXELS,
+    is_pointwise,
+    why_not_dense,
+)
 from convgrad_service.backends.cuda.kernels.layout.channels_last import (
     Prepared,
     in_whole_chunks,
@@ -113,48 +117,7 @@ class ImplicitGemm:
         return None
 
     def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
-        axes = _axes(work)
-        source, other = _prepared(work, device)
-        gemm = gemm_of(work, axes)
-        if self._config is None:
-            time_s, config = choose_config(gemm, work.dtype, device, COUNTERS)
-        else:
-            config = self._config
-            time_s = expected_s(gemm, work.dtype, config, device)
-        copies = (*source.steps, *other.steps)
-        workspace = [*source.workspace, *other.workspace]
-        partials = f"{work.prefix}implicit_gemm_partials"
-        tile = config.tile
-        tiles = gemm.tiles(tile)
-        if config.workspace > 1:
-            size = tiles * work.groups * len(gemm.phases) * config.workspace * tile.m * tile.n * 4
-            workspace.append(Workspace(partials, size))
-        args = arguments(work, source.operand, other.operand, axes, gemm, config)
-        launch = Launch(
-            _instance(tile, gemm, work.dtype, work.direction),
-            (tiles * config.cluster, work.groups, len(gemm.phases) * config.workspace),
-            (tile.threads, 1, 1),
-            pack(
-                args,
-                source=source.operand,
-                other=other.operand,
-                result=work.result,
-                accumulate=work.accumulate,
-                bias=work.bias,
-                partials=partials if config.workspace > 1 else None,
-                counters=ZEROS if config.workspace > 1 else None,
-            ),
-            tile.shared_bytes(config.cluster, config.steps(gemm, work.dtype)),
-            overlaps=bool(copies or work.follows) and device.capability >= OVERLAPPING,
-            cluster=config.cluster,
-        )
-        return Fragment(
-            f"{self.name}_{work.direction}_{config}",
-            (*copies, launch),
-            tuple(workspace),
-            expected_s=time_s,
-            order=f"{config.cluster}x{config.workspace}" if config.splits > 1 else "",
-        )
+        return _fragment(work, device, self._config)
 
     def tuned(self, config: str, work: ConvWork, device: CudaDevice) -> ImplicitGemm | None:
         gemm = gemm_of(work)
@@ -172,9 +135,57 @@ class ImplicitGemm:
         ]
 
 
-def gemm_of(work: ConvWork, axes: list[Axis] | None = None) -> Gemm:
+@lru_cache(maxsize=16)
+def _fragment(work: ConvWork, device: CudaDevice, config: Config | None) -> Fragment:
+    """Return the launches with a configuration, or the chosen one. Cached, as several choices of
+    one plan compare this family."""
+    source, other = _prepared(work, device)
+    gemm = gemm_of(work)
+    if config is None:
+        time_s, config = choose_config(gemm, work.dtype, device, COUNTERS)
+    else:
+        time_s = expected_s(gemm, work.dtype, config, device)
+    copies = (*source.steps, *other.steps)
+    workspace = [*source.workspace, *other.workspace]
+    partials = f"{work.prefix}implicit_gemm_partials" if config.workspace > 1 else None
+    tile = config.tile
+    tiles = gemm.tiles(tile)
+    if partials is not None:
+        size = tiles * work.groups * len(gemm.phases) * config.workspace * tile.m * tile.n * 4
+        workspace.append(Workspace(partials, size))
+    launch = Launch(
+        Instance.of(
+            "conv/implicit_gemm.cu",
+            **tile.defines(work.dtype, OPERATIONS[work.direction], gemm.copies),
+        ),
+        (tiles * config.cluster, work.groups, len(gemm.phases) * config.workspace),
+        (tile.threads, 1, 1),
+        pack(
+            arguments(work, source.operand, other.operand, gemm, config),
+            source=source.operand,
+            other=other.operand,
+            result=work.result,
+            accumulate=work.accumulate,
+            bias=work.bias,
+            partials=partials,
+            counters=ZEROS if partials else None,
+        ),
+        tile.shared_bytes(config.cluster, config.steps(gemm, work.dtype)),
+        overlaps=bool(copies or work.follows) and device.capability >= OVERLAPPING,
+        cluster=config.cluster,
+    )
+    return Fragment(
+        f"{ImplicitGemm.name}_{work.direction}_{config}",
+        (*copies, launch),
+        tuple(workspace),
+        expected_s=time_s,
+        order=f"{config.cluster}x{config.workspace}" if config.splits > 1 else "",
+    )
+
+
+def gemm_of(work: ConvWork) -> Gemm:
     """Return the GEMM of a convolution."""
-    axes, copies = axes or _axes(work), copies_of(work)
+    axes, copies = gather_axes(work), copies_of(work)
     chunk = 1 if copies.planes else CHUNK_BYTES // work.dtype.itemsize
     source, result = work.channels
     moved = work.elements * work.dtype.itemsize
@@ -191,12 +202,6 @@ def gemm_of(work: ConvWork, axes: list[Axis] | None = None) -> Gemm:
         for w in axes[2].phases
     )
     return Gemm(found, result, work.groups, moved, False, irregular, copies)
-
-
-def _axes(work: ConvWork) -> list[Axis]:
-    """Return the axes of the gather that reads the source: wgrad reads the input as fprop does."""
-    gather = replace(work, direction="fwd") if work.direction == "bwd_weight" else work
-    return [gather_axis(gather, dim) for dim in range(3)]
 
 
 def _copies(dtype: DType, direction: str) -> Iterator[Copies]:
@@ -227,19 +232,18 @@ def copies_of(work: ConvWork) -> Copies:
         return Copies(CHUNK_BYTES if chunks else LEAST_VECTOR, split, ANY_PLANES)
     vectors = [vector_of(operand, extents) for operand, extents in _inputs(work)]
     vector = min((one for one in vectors if one), default=CHUNK_BYTES)
-    pointwise = all(vectors) and vector == CHUNK_BYTES and not split and is_pointwise(work)
+    pointwise = all(vectors) and vector == CHUNK_BYTES and not split and is_product(work)
     return Copies(vector, split, pointwise=pointwise)
 
 
-def is_pointwise(work: ConvWork) -> bool:
+def is_product(work: ConvWork) -> bool:
     """Return whether a gather is a product of matrices in float32, and the result whole chunks."""
     if work.dtype is not DType.FLOAT32 or work.direction == "bwd_weight":
         return False
-    if work.taps > 1 or max(work.stride) > 1 or any(work.pad) or work.input != work.output:
-        return False
     extents = (work.batch, work.groups, work.channels[1], *work.input)
     return (
-        work.epilogue_free
+        is_pointwise(work)
+        and work.epilogue_free
         and in_whole_chunks(work.result, extents, 2)
         and all(is_linear(one, work.batch, work.input) for one in work.sides)
     )
@@ -305,9 +309,3 @@ def vector_of(operand: Operand, extents: tuple[int, ...]) -> int:
         vector for vector in VECTORS if not any(n % vector for n in (extents[2] * size, *strides))
     )
     return next(fitting, 0)
-
-
-def _instance(tile: Tile, gemm: Gemm, dtype: DType, direction: str) -> Instance:
-    return Instance.of(
-        "conv/implicit_gemm.cu", **tile.defines(dtype, OPERATIONS[direction], gemm.copies)
-    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from convgrad.dtypes import DType
@@ -12,7 +11,8 @@ from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_tiles import (
     Gemm,
 )
 from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS
-from convgrad_service.backends.cuda.kernels.core.gather_axes import Axis, Phase, divider
+from convgrad_service.backends.cuda.kernels.core.gather_axes import Phase, divider, gather_axes
+from convgrad_service.backends.cuda.kernels.core.limits import in_order
 from convgrad_service.backends.cuda.kernels.layout.channels_last import in_whole_chunks
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.program import ceil_div
@@ -39,7 +39,6 @@ def arguments(
     work: ConvWork,
     source: Operand,
     other: Operand,
-    axes: Sequence[Axis],
     gemm: Gemm,
     config: Config,
 ) -> Any:
@@ -51,6 +50,7 @@ def arguments(
     result = work.result
     weight, size = work.direction == "bwd_weight", work.dtype.itemsize
     written = work.sizes[1]
+    axes = gather_axes(work)
     one_tap = all(
         len(axis.phases) == 1
         and axis.phases[0] == Phase(1, 0, 0, 0, axis.x_size)
@@ -126,9 +126,4 @@ def taps_follow_channels(work: ConvWork) -> bool:
 
 def is_linear(operand: Operand, batch: int, size: Size3) -> bool:
     """Return whether pixel p is at offset p times the stride of W."""
-    wanted = operand.strides[5]
-    for axis, extent in ((5, size[2]), (4, size[1]), (3, size[0]), (0, batch)):
-        if extent > 1 and operand.strides[axis] != wanted:
-            return False
-        wanted *= extent
-    return True
+    return in_order((operand.strides[0], *operand.strides[3:]), (batch, *size))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 from convgrad.dtypes import DType
 from convgrad_service.plans.cuda.device import CudaDevice
@@ -153,6 +153,7 @@ FLOAT32 = {
 NARROW_FLOAT32 = "32x32s6 64x64"
 
 
+@cache
 def tiles_of(dtype: DType, copies: Copies, *, weight: bool) -> list[Tile]:
     """Return the tiles for a dtype and a kind of copies, of wgrad or the others."""
     planes = copies.planes > 0

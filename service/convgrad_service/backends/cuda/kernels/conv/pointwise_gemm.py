@@ -26,7 +26,12 @@ from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_tiles import (
     Product,
 )
 from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS
-from convgrad_service.backends.cuda.kernels.core.limits import DTYPES, IN_16_BITS, Requirements
+from convgrad_service.backends.cuda.kernels.core.limits import (
+    DTYPES,
+    IN_16_BITS,
+    Requirements,
+    is_pointwise,
+)
 from convgrad_service.backends.cuda.kernels.core.memory_time import with_memory_s
 from convgrad_service.backends.cuda.kernels.core.tensor_maps import pack_maps
 from convgrad_service.backends.cuda.kernels.layout.channels_last import overlapping
@@ -103,7 +108,7 @@ class PointwiseGemm:
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
         if (reason := self._needs.why_not(work, device)) is not None:
             return reason
-        if work.taps > 1 or max(work.stride) > 1 or any(work.pad) or work.input != work.output:
+        if not is_pointwise(work):
             return "taps, strides or padding"
         if work.split_k is not None and work.split_k > 1:
             return "split_k is set by the caller"

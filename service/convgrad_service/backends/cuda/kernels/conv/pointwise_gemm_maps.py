@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_tiles import (
     ITEM_BYTES,
@@ -38,67 +36,42 @@ def maps_of(
 
 def _map(dtype: DType, product: Product, config: Config, matrix: Matrix, extent: int) -> TiledMap:
     """Return the tensor map of an operand, whose boxes `GemmOperand` loads; it rounds to TF32."""
-    found = _boxes(dtype, product, config, matrix, extent)
-    return replace(found, round_to_tf32=dtype is DType.FLOAT32)
-
-
-def _boxes(dtype: DType, product: Product, config: Config, matrix: Matrix, extent: int) -> TiledMap:
     row_bytes = config.row_bytes(matrix, extent)
     wide, pitch = row_bytes // matrix.item_bytes, matrix.pitch * matrix.item_bytes
+    image, summed = matrix.image * matrix.item_bytes, product.summed_images
     # Gradients, channels last, if L2 fetches lines instead of pairs of lines: 0.97 of the time on
     # an H200 (125 configurations, at most 1.03), but 1.02 with the widest tiles (27).
     gradient = (product.a.mn or product.b.mn) and not product.images
-    fetched = LINE_BYTES if gradient and config.n < WIDEST else 2 * LINE_BYTES
+    sizes: tuple[int, ...] = (product.depth, matrix.rows)
+    strides: tuple[int, ...] = (pitch,)
+    box: tuple[int, ...] = (wide, extent)
     if product.shifted and matrix.image:
         # Boxes of one of each `together` channels.
-        pixels = product.depth if product.summed_images else matrix.rows
-        channels = matrix.rows if product.summed_images else product.depth
-        at_once = extent if product.summed_images else config.depth
-        side, images = product.together, product.summed_images or product.images
-        return TiledMap(
-            dtype,
-            ((side - 1) * matrix.pitch + pixels // images, channels // side, images),
-            (side * pitch, matrix.image * ITEM_BYTES),
-            swizzle=row_bytes,
-            box=(wide, at_once // side, 1),
-            l2_bytes=fetched,
-        )
-    if not matrix.mn and matrix.image:
-        return TiledMap(
-            dtype,
-            (product.depth // product.summed_images, matrix.rows, product.summed_images),
-            (pitch, matrix.image * matrix.item_bytes),
-            swizzle=row_bytes,
-            box=(wide, extent, 1),
-            l2_bytes=fetched,
-        )
-    if not matrix.mn:
-        sizes, box = (product.depth, matrix.rows), (wide, extent)
-        return TiledMap(
-            dtype,
-            sizes,
-            (pitch,),
-            swizzle=row_bytes,
-            box=box,
-            l2_bytes=fetched,
-        )
-    whole = config.is_whole(matrix, extent)
-    if matrix.image:
-        return TiledMap(
-            dtype,
-            (matrix.rows // product.images, product.depth, product.images),
-            (pitch, matrix.image * matrix.item_bytes),
-            swizzle=row_bytes,
-            box=(wide, config.depth, 1),
-            l2_bytes=fetched,
-        )
+        pixels, channels = (product.depth, matrix.rows)[:: 1 if summed else -1]
+        side, images = product.together, summed or product.images
+        sizes = (side - 1) * matrix.pitch + pixels // images, channels // side, images
+        strides = side * pitch, image
+        box = wide, (extent if summed else config.depth) // side, 1
+    elif not matrix.mn and matrix.image:
+        sizes, strides = (product.depth // summed, matrix.rows, summed), (pitch, image)
+        box = wide, extent, 1
+    elif matrix.image:
+        sizes = matrix.rows // product.images, product.depth, product.images
+        strides, box = (pitch, image), (wide, config.depth, 1)
+    elif matrix.mn and config.is_whole(matrix, extent):
+        sizes, strides = (wide, product.depth, matrix.rows // wide), (pitch, row_bytes)
+        box = wide, config.depth, extent // wide
+    elif matrix.mn:
+        sizes, strides = (matrix.rows, product.depth, 1), (pitch, pitch)
+        box = wide, config.depth, 1
     return TiledMap(
         dtype,
-        (wide, product.depth, matrix.rows // wide) if whole else (matrix.rows, product.depth, 1),
-        (pitch, row_bytes if whole else pitch),
+        sizes,
+        strides,
         swizzle=row_bytes,
-        box=(wide, config.depth, extent // wide if whole else 1),
-        l2_bytes=fetched,
+        box=box,
+        l2_bytes=LINE_BYTES if gradient and config.n < WIDEST else 2 * LINE_BYTES,
+        round_to_tf32=dtype is DType.FLOAT32,
     )
 
 
@@ -108,35 +81,15 @@ def _result_map(dtype: DType, product: Product, config: Config) -> TiledMap:
     Its box is 16 rows of a block of columns; either transposed or of planes, 64 rows of all columns
     of a tile.
     """
-    rows_box = config.d_bytes // ITEM_BYTES or config.stored_columns(product), SLAB_ROWS
-    if product.images and product.transposed:
-        return TiledMap(
-            dtype,
-            (product.columns // product.images, product.rows, product.images),
-            (product.row_stride * ITEM_BYTES, product.image_stride * ITEM_BYTES),
-            swizzle=config.d_bytes,
-            box=(*rows_box, 1),
-        )
+    across, columns = (product.rows, product.columns), config.stored_columns(product)
+    stride, swizzle = product.column_stride, ROW_BYTES[-1]
+    box: tuple[int, ...] = (ROW_BYTES[-1] // ITEM_BYTES, columns)
+    if product.transposed == (product.images > 0):
+        across, stride, swizzle = across[::-1], product.row_stride, config.d_bytes
+        box = config.d_bytes // ITEM_BYTES or columns, SLAB_ROWS
+    sizes: tuple[int, ...] = across
+    strides: tuple[int, ...] = (stride * ITEM_BYTES,)
     if product.images:
-        return TiledMap(
-            dtype,
-            (product.rows // product.images, product.columns, product.images),
-            (product.column_stride * ITEM_BYTES, product.image_stride * ITEM_BYTES),
-            swizzle=ROW_BYTES[-1],
-            box=(ROW_BYTES[-1] // ITEM_BYTES, config.stored_columns(product), 1),
-        )
-    if product.transposed:
-        return TiledMap(
-            dtype,
-            (product.rows, product.columns),
-            (product.column_stride * ITEM_BYTES,),
-            swizzle=ROW_BYTES[-1],
-            box=(ROW_BYTES[-1] // ITEM_BYTES, config.stored_columns(product)),
-        )
-    return TiledMap(
-        dtype,
-        (product.columns, product.rows),
-        (product.row_stride * ITEM_BYTES,),
-        swizzle=config.d_bytes,
-        box=rows_box,
-    )
+        sizes = across[0] // product.images, across[1], product.images
+        strides, box = (*strides, product.image_stride * ITEM_BYTES), (*box, 1)
+    return TiledMap(dtype, sizes, strides, swizzle=swizzle, box=box)

@@ -27,22 +27,22 @@ SHARING = "pointwise_gemm_sharing"
 NEAR = 1.3
 
 
-def _table_of(product: Product, device: CudaDevice) -> Table:
-    return table_of_kind(device, product.kind, product.a.mn, product.b.mn)
+def _table_of(product: Product) -> Table:
+    return table_of_kind(product.kind, product.a.mn, product.b.mn)
 
 
-def prepare(device: CudaDevice) -> None:
-    """Make what all plans for a device share, which takes a tenth of a second."""
+def prepare() -> None:
+    """Make what all plans share, which takes a tenth of a second."""
     for b_mn in (False, True):
-        table_of_kind(device, "gather", False, b_mn)
-        table_of_kind(device, "transposed", b_mn, False)
-        table_of_kind(device, "planes", True, b_mn)
-    table_of_kind(device, TRANSPOSED_KINDS[1], True, True)
-    table_of_kind(device, f"gather{TF32}", False, False)
-    table_of_kind(device, f"transposed{TF32}", True, False)
-    table_of_kind(device, f"planes{TF32}", True, False)
+        table_of_kind("gather", False, b_mn)
+        table_of_kind("transposed", b_mn, False)
+        table_of_kind("planes", True, b_mn)
+    table_of_kind(TRANSPOSED_KINDS[1], True, True)
+    table_of_kind(f"gather{TF32}", False, False)
+    table_of_kind(f"transposed{TF32}", True, False)
+    table_of_kind(f"planes{TF32}", True, False)
     for kind, mn in WEIGHT_KINDS.items():
-        table_of_kind(device, kind, mn, mn)
+        table_of_kind(kind, mn, mn)
 
 
 def timed(
@@ -53,8 +53,8 @@ def timed(
     With ``most``, at most that number, with corrected times but in the order of the uncorrected.
     Then the ways to run those that are nearly the fastest (`sharing`).
     """
-    table = _table_of(product, device)
-    times, parts = table.times(product, counters)
+    table = _table_of(product)
+    times, parts = table.times(product, device, counters)
     order = np.argsort(times, kind="stable")[:most]
     order = order[np.isfinite(times[order])]
     expected, parts = times[order] * 1e-6, np.maximum(parts[order], 1)
@@ -62,7 +62,7 @@ def timed(
     name = f"pointwise_gemm_{product.kind}"
     correction = None if most is None or not len(order) else correction_of(name, device)
     if correction is not None:
-        seconds = seconds * correction.factors(table.lines(product, order, seconds, parts))
+        seconds = seconds * correction.factors(table.lines(product, device, order, seconds, parts))
     found = [
         (float(time_s), replace(table.configs[i], parts=int(part)))
         for i, time_s, part in zip(order, seconds, parts, strict=True)
@@ -70,7 +70,7 @@ def timed(
     ways = correction_of(SHARING, device) if product.shares and len(order) else None
     if ways is not None:
         near = seconds <= NEAR * seconds.min()
-        places, configs, lines = table.sharing(product, order[near], expected[near])
+        places, configs, lines = table.sharing(product, device, order[near], expected[near])
         seconds = seconds[near][places] * ways.factors(lines)
         found += zip(seconds.tolist(), configs, strict=True)
     return found
@@ -80,10 +80,10 @@ def line_of(
     product: Product, device: CudaDevice, config: Config, time_s: float
 ) -> NDArray[np.float64]:
     """Return the `features` of one configuration, or of that which it is a way to run."""
-    table = _table_of(product, device)
+    table = _table_of(product)
     index = table.configs.index(_stored_as(product, config))
     order, times, parts = np.array([index]), np.array([time_s]), np.array([config.parts])
-    found: NDArray[np.float64] = table.lines(product, order, times, parts)[0]
+    found: NDArray[np.float64] = table.lines(product, device, order, times, parts)[0]
     return found
 
 
@@ -92,9 +92,9 @@ def sharing_line_of(
 ) -> NDArray[np.float64] | None:
     """Return the `features` of a way to run a configuration, which takes ``time_s``; None if
     ``config`` is no such way."""
-    table = _table_of(product, device)
+    table = _table_of(product)
     index = table.configs.index(_stored_as(product, config))
-    _, ways, lines = table.sharing(product, np.array([index]), np.array([time_s]))
+    _, ways, lines = table.sharing(product, device, np.array([index]), np.array([time_s]))
     return lines[ways.index(config)] if config in ways else None
 
 

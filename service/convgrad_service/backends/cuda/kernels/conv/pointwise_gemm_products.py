@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 from math import prod
 
 from convgrad.dtypes import DType
@@ -27,6 +28,7 @@ SIDE = 8
 """Channels whose planes together are whole chunks, whatever their pixels."""
 
 
+@lru_cache(maxsize=16)
 def products_of(work: ConvWork, *, unaligned: bool = False) -> tuple[Product, ...]:
     """Return the GEMMs that compute the work from rows of whole chunks, or (``unaligned``) others.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -82,14 +82,14 @@ TF32_CLOCKS, LINE_BYTES = 3.2, 128
 class Table:
     """All configurations for one layout of the operands.
 
-    Arrays hold the parts of the model that do not depend on sizes, so that planning, which adds to
-    the latency of a request, is a few vector operations.
+    Arrays hold the parts of the model that do not depend on sizes or the device, so that planning,
+    which adds to the latency of a request, is a few vector operations.
     """
 
-    def __init__(self, device: CudaDevice, kind: str, *, a_mn: bool, b_mn: bool) -> None:
+    def __init__(self, kind: str, *, a_mn: bool, b_mn: bool) -> None:
         wgrad, transposed = kind in WEIGHT_KINDS, kind in TRANSPOSED_KINDS
         self._tf32 = tf32 = kind.endswith(TF32)
-        self._device, self._wgrad, self._transposed = device, wgrad, transposed
+        self._wgrad, self._transposed = wgrad, transposed
         self._unaligned = unaligned = kind.endswith(UNALIGNED)
         # Weight gradients of planes in TF32 have few measurements, and no rates of their own.
         self._rates = rates = WGRAD if wgrad else GATHER
@@ -154,8 +154,7 @@ class Table:
             )
         )
         self.could_stay = column(lambda one: replace(one, resident=True) in alone) > 0
-        self.together = column(lambda one: CLUSTERS[max(one.cluster, 1)])
-        self.together = np.maximum(1, self.together * device.multiprocessors // MULTIPROCESSORS)
+        self.clusters = column(lambda one: CLUSTERS[max(one.cluster, 1)])
         self.b_bytes = column(lambda one: one.side_bytes(like.b, one.n))
         self.stage = column(lambda one: one.stage_bytes(like))
         self.barriers = like.barrier_bytes
@@ -166,9 +165,9 @@ class Table:
         self.read = np.where(split, rates.near_split_a, near_a) * a_bytes
         near = np.where(split, rates.near_split_b, near_b)
         self.read += np.where(self.resident, 0, near * self.b_bytes)
-        self.room = column(lambda one: device.shared_bytes_per_block - one.shared_bytes(like, 0))
-        # shared_bytes counted one k-tile of resident B; `times` subtracts all of them.
-        self.room += np.where(self.resident, self.b_bytes, 0)
+        self.beside = column(lambda one: one.shared_bytes(like, 0))
+        # shared_bytes counted one k-tile of resident B; `times` adds all of them.
+        self.beside -= np.where(self.resident, self.b_bytes, 0)
 
         results = self.m * self.n
         clocks = self.m / 64 * self.depth / 16 * np.maximum(self.n / 2, LEAST_CLOCKS)
@@ -201,17 +200,22 @@ class Table:
         self.met = np.where(self.in_grid, rates.grid + rates.grid_size * results * 4 / 1e3, 0)
         self.met += np.where(self.in_grid, 0, rates.meet)
 
+    def _together(self, device: CudaDevice) -> NDArray[np.float64]:
+        """Return the number of clusters that run at once, of each configuration."""
+        found: NDArray[np.float64] = self.clusters * device.multiprocessors // MULTIPROCESSORS
+        return np.maximum(1, found)
+
     def times(
-        self, product: Product, counters: int
+        self, product: Product, device: CudaDevice, counters: int
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Return the time of each configuration in microseconds, and its number of parts.
 
         The time is infinite if the configuration is not a candidate, if its clusters would not all
         be resident or are more than a grid holds, or if there are not enough ``counters``.
         """
-        rates, many = self._rates, self._device.multiprocessors
+        rates, many = self._rates, device.multiprocessors
         m, n, depth, cluster = self.m, self.n, self.depth, self.cluster
-        resident, deep, together = self.resident, self.deep, self.together
+        resident, deep, together = self.resident, self.deep, self._together(device)
         split, in_grid = cluster > 0, self.in_grid
         images = max(product.images, 1)
         over_m, over_n = (1, images) if self._transposed else (images, 1)
@@ -264,7 +268,8 @@ class Table:
 
         splits = np.maximum(cluster, 1) * np.maximum(parts, 1)
         each_steps = np.ceil(steps / splits)
-        room = self.room - np.where(resident, steps * self.b_bytes, 0)
+        room = device.shared_bytes_per_block - self.beside
+        room -= np.where(resident, steps * self.b_bytes, 0)
         stages = room // (self.stage + self.barriers)
         allowed &= stages >= np.minimum(np.where(deep, LEAST_DEEP_STAGES, LEAST_STAGES), each_steps)
 
@@ -299,6 +304,7 @@ class Table:
     def lines(
         self,
         product: Product,
+        device: CudaDevice,
         order: NDArray[np.int64],
         seconds: NDArray[np.float64],
         parts: NDArray[np.float64],
@@ -319,14 +325,20 @@ class Table:
             k=k,
             inner=cluster,
             outer=parts,
-            workers=np.where(split, self.together[order] * cluster, self._device.multiprocessors),
+            workers=np.where(
+                split, self._together(device)[order] * cluster, device.multiprocessors
+            ),
             moved=product.bytes,
             kind=resident + 2 * split + 4 * self.in_grid[order],
             order=product.swapped,
         )
 
     def sharing(
-        self, product: Product, order: NDArray[np.int64], seconds: NDArray[np.float64]
+        self,
+        product: Product,
+        device: CudaDevice,
+        order: NDArray[np.int64],
+        seconds: NDArray[np.float64],
     ) -> tuple[NDArray[np.int64], list[Config], NDArray[np.float64]]:
         """Return the ways to run the configurations ``order``: the places in ``order``, the
         configurations, and the `features`."""
@@ -335,7 +347,7 @@ class Table:
         found = np.flatnonzero(place[self.shared_of] >= 0)
         of, multicast = self.shared_of[found], self.multicast[found]
         kept = np.ceil(product.columns / self.n[of])
-        fits = kept * multicast <= self._device.multiprocessors
+        fits = kept * multicast <= device.multiprocessors
         found, of, multicast = found[fits], of[fits], multicast[fits]
         lines = features(
             expected_s=seconds[place[of]],
@@ -347,7 +359,7 @@ class Table:
             k=self.depth[of],
             inner=multicast,
             outer=1,
-            workers=self._device.multiprocessors,
+            workers=device.multiprocessors,
             moved=product.bytes,
             kind=self.alternate[found],
             order=product.swapped,
@@ -360,7 +372,7 @@ def _covered(extent: int, images: int, tile: NDArray[np.float64]) -> NDArray[np.
     return images * np.ceil(extent / images / tile) * tile if images > 1 else extent
 
 
-@lru_cache(maxsize=32)
-def table_of_kind(device: CudaDevice, kind: str, a_mn: bool, b_mn: bool) -> Table:
+@cache
+def table_of_kind(kind: str, a_mn: bool, b_mn: bool) -> Table:
     """Return the configurations of products of a `Product.kind`, made once."""
-    return Table(device, kind, a_mn=a_mn, b_mn=b_mn)
+    return Table(kind, a_mn=a_mn, b_mn=b_mn)

@@ -13,7 +13,12 @@ from math import inf, prod
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.core.gather_axes import divider
-from convgrad_service.backends.cuda.kernels.core.limits import DTYPES, MAX_GRID_YZ, Requirements
+from convgrad_service.backends.cuda.kernels.core.limits import (
+    DTYPES,
+    MAX_GRID_YZ,
+    Requirements,
+    is_pointwise,
+)
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import OVERLAPPING, CudaDevice
 from convgrad_service.plans.cuda.families import Solver
@@ -218,7 +223,7 @@ def _instance(dtype: DType, in_a: bool, in_b: bool, *, vectors: bool) -> Instanc
 
 def why_not_product(work: ConvWork) -> str | None:
     """Return why a convolution is not a product of small matrices in memory, or None."""
-    if work.taps > 1 or max(work.stride) > 1 or any(work.pad) or work.input != work.output:
+    if not is_pointwise(work):
         return "not 1x1 with stride 1"
     if not work.epilogue_free or work.result_dtype is not work.dtype:
         return "an epilogue, or a result of another type"

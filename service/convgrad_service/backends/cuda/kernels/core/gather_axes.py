@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import product
 from math import gcd
 
 import numpy as np
 
 from convgrad_service.plans.cuda.program import ceil_div
 from convgrad_service.plans.cuda.works import ConvWork
+from convgrad_service.problems.sizes import Size3
 
-__all__ = ["MAX_PHASES", "Axis", "Phase", "divider", "gather_axis", "least_taps", "may_skip_taps"]
+__all__ = ["MAX_PHASES", "Axes", "Axis", "Combined", "Phase", "divider", "gather_axes"]
+__all__ += ["gather_axis", "least_taps", "may_skip_taps"]
 
 MAX_PHASES = 16
 """The most phases along one dimension in one launch."""
@@ -43,11 +47,66 @@ class Axis:
     phases: tuple[Phase, ...]
 
 
+Combined = tuple[Phase, Phase, Phase]
+"""A phase along D, H and W."""
+
+
+class Axes(tuple[Axis, Axis, Axis]):
+    """The axes D, H and W of a gather, with what follows from all of them."""
+
+    @cached_property
+    def phases(self) -> list[Combined]:
+        """The phases of the convolution in descending order of taps."""
+        d, h, w = (axis.phases for axis in self)
+        every = product(d, h, w)
+        return sorted(every, key=lambda each: -each[0].taps * each[1].taps * each[2].taps)
+
+    @cached_property
+    def reads_padding(self) -> bool:
+        """Whether some tap of some position is outside the source."""
+        return any(
+            first < 0 or first + (along.count - 1) * axis.x_step >= axis.x_size
+            for axis in self
+            for along in axis.phases
+            for first in (along.x0 + j * axis.x_tap for j in range(along.taps))
+        )
+
+    @cached_property
+    def _hash(self) -> int:
+        return tuple.__hash__(self)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
+def gather_axes(work: ConvWork) -> Axes:
+    """Return the axes of fprop or dgrad; wgrad reads the input as fprop does."""
+    sizes = work.kernel, work.stride, work.dilation, work.pad, work.input, work.output
+    return _gather_axes(work.direction == "bwd_data", *sizes)
+
+
+@lru_cache(maxsize=64)
+def _gather_axes(backward: bool, *sizes: Size3) -> Axes:
+    """Return `gather_axes`. Cached, as the families that one plan compares share them."""
+    return Axes(_axis(backward, *(size[dim] for size in sizes)) for dim in range(3))
+
+
 def gather_axis(work: ConvWork, dim: int) -> Axis:
+    """Return one of `gather_axes`."""
+    return gather_axes(work)[dim]
+
+
+def _axis(
+    backward: bool,
+    kernel: int,
+    stride: int,
+    dilation: int,
+    pad: int,
+    size_in: int,
+    size_out: int,
+) -> Axis:
     """One phase for fprop; for dgrad one per residue of the stride, without inserted zeros."""
-    stride, dilation, pad = work.stride[dim], work.dilation[dim], work.pad[dim]
-    kernel, size_in, size_out = work.kernel[dim], work.input[dim], work.output[dim]
-    if work.direction == "fwd":
+    if not backward:
         return Axis(size_in, stride, dilation, 1, 1, (Phase(kernel, 0, -pad, 0, size_out),))
     common = gcd(stride, dilation)
     r_step = stride // common
@@ -67,6 +126,7 @@ def gather_axis(work: ConvWork, dim: int) -> Axis:
     return Axis(size_out, 1, -(dilation // common), stride, r_step, tuple(phases))
 
 
+@lru_cache(maxsize=64)
 def least_taps(axis: Axis) -> int:
     """Return the fewest taps, but at least one, with which a position reads inside the source."""
     step, least = abs(axis.x_tap), axis.x_size
@@ -90,7 +150,7 @@ def divider(count: int) -> tuple[int, int]:
     return ceil_div(2 ** (31 + log), count), log - 1
 
 
-def may_skip_taps(axes: list[Axis], pixels: int) -> bool:
+def may_skip_taps(axes: Axes, pixels: int) -> bool:
     """Whether some tap may read only padding for ``pixels`` consecutive pixels."""
     inner = 1
     for axis in reversed(axes):

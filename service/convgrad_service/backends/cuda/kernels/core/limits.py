@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from convgrad.dtypes import DType
 from convgrad_service.plans.cuda.device import HOPPER, CudaDevice
 from convgrad_service.plans.cuda.works import ConvWork
 
-__all__ = ["DTYPES", "IN_16_BITS", "MAX_GRID_YZ", "MAX_PIXELS", "Requirements"]
-__all__ += ["why_not_32bit_positions", "why_not_dense"]
+__all__ = ["DTYPES", "IN_16_BITS", "MAX_GRID_YZ", "MAX_PIXELS", "Requirements", "in_order"]
+__all__ += ["is_pointwise", "why_not_32bit_positions", "why_not_dense"]
 
 # Positions are 32-bit, and kernels add several of them before they compare with a bound.
 _MAX_EXTENT = 2**28
@@ -68,9 +69,28 @@ class Requirements:
         return None
 
 
+def is_pointwise(work: ConvWork) -> bool:
+    """Return whether it is a 1x1 convolution with stride 1 and without padding."""
+    one = work.taps == 1 and max(work.stride) == 1
+    return one and not any(work.pad) and work.input == work.output
+
+
+def in_order(strides: Sequence[int], extents: Sequence[int]) -> bool:
+    """Return whether one stride, the last, separates all positions of these dimensions."""
+    step = strides[-1]
+    for stride, extent in zip(reversed(strides), reversed(extents), strict=True):
+        if extent > 1 and stride != step:
+            return False
+        step *= extent
+    return True
+
+
+ANY_GROUPS = Requirements(grouped=None)
+
+
 def why_not_dense(work: ConvWork, device: CudaDevice) -> str | None:
     """Return why no tensor-core kernel takes ``work``, or None."""
-    if (reason := Requirements(grouped=None).why_not(work, device)) is not None:
+    if (reason := ANY_GROUPS.why_not(work, device)) is not None:
         return reason
     if work.groups > MAX_GRID_YZ:
         return f"{work.groups} groups are more than {MAX_GRID_YZ}"
@@ -79,16 +99,8 @@ def why_not_dense(work: ConvWork, device: CudaDevice) -> str | None:
 
 def why_not_32bit_positions(work: ConvWork) -> str | None:
     """Return why sums of positions may overflow 32 bits, or None."""
-    reach = (
-        abs(value)
-        for dim in range(3)
-        for value in (
-            work.input[dim],
-            work.output[dim] * work.stride[dim],
-            work.pad[dim],
-            work.kernel[dim] * work.dilation[dim],
-        )
-    )
+    pairs = zip(work.output, work.stride, strict=True), zip(work.kernel, work.dilation, strict=True)
+    reach = *work.input, *map(abs, work.pad), *(a * b for each in pairs for a, b in each)
     if max(reach) > _MAX_EXTENT:
         return f"positions reach beyond {_MAX_EXTENT}"
     return None

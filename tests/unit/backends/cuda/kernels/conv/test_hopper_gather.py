@@ -16,7 +16,6 @@ from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.conv.hopper_gather import HopperGather
 from convgrad_service.backends.cuda.kernels.conv.hopper_gather_maps import (
     Combined,
-    combined,
     sides_of,
 )
 from convgrad_service.backends.cuda.kernels.conv.hopper_gather_model import (
@@ -36,7 +35,7 @@ from convgrad_service.backends.cuda.kernels.conv.hopper_gather_tiles import (
     HopperTile,
     tiles_of,
 )
-from convgrad_service.backends.cuda.kernels.core.gather_axes import Axis, gather_axis
+from convgrad_service.backends.cuda.kernels.core.gather_axes import Axes, gather_axes
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import H200
 from convgrad_service.plans.cuda.program import Launch
@@ -46,8 +45,8 @@ from tests.support.kernels.conv_work import ADA, work_of
 DIRECTIONS: tuple[Direction, ...] = ("fwd", "bwd_data")
 
 
-def axes_of(work: ConvWork) -> list[Axis]:
-    return [gather_axis(work, dim) for dim in range(3)]
+def axes_of(work: ConvWork) -> Axes:
+    return gather_axes(work)
 
 
 def arguments_of(work: ConvWork) -> Any:
@@ -175,7 +174,7 @@ def test_no_tap_is_left_out_that_a_pixel_meets(seed: int) -> None:
         dilation=rng.randint(1, 3),
     )
     axes, pixels = axes_of(work), rng.choice((1, 5, 16, 64))
-    for phase, images_first in product(combined(axes), (False, True)):
+    for phase, images_first in product(axes.phases, (False, True)):
         counts = [along.count for along in phase]
         places = [(0, *place) for place in np.ndindex(work.batch, *counts[1:])]
         if images_first:
@@ -193,7 +192,7 @@ def test_no_tap_is_left_out_that_a_pixel_meets(seed: int) -> None:
 def test_padding_is_left_out_where_images_are_neighbours() -> None:
     work = work_of("bwd_data", batch=128, size=7)
     axes = axes_of(work)
-    (phase,) = combined(axes)
+    (phase,) = axes.phases
     kept = kept_taps(axes, phase, work.batch, 128, images_first=True)
     assert sorted(kept) == sorted([4] * 4 + [6] * 20 + [9] * 25)
 
@@ -220,7 +219,7 @@ def test_the_copy_engine_takes_every_map() -> None:
     assert may_start_with_images(work, axes)
     for tile, images_first in product(TILES, (False, True)):
         assert sides.weight_map(tile).why_not() is None
-        for phase in combined(axes):
+        for phase in axes.phases:
             assert sides.source_map(axes, phase, tile, images_first).why_not() is None
 
 

@@ -22,7 +22,7 @@ from convgrad_service.backends.cuda.kernels.conv.hopper_halo_tiles import (
     HaloTile,
     halo_tiles,
 )
-from convgrad_service.backends.cuda.kernels.core.gather_axes import gather_axis
+from convgrad_service.backends.cuda.kernels.core.gather_axes import gather_axes
 from convgrad_service.plans.cuda.device import H200
 from convgrad_service.plans.cuda.program import Launch
 from convgrad_service.plans.cuda.works import (
@@ -216,7 +216,7 @@ def test_tables_give_the_convolution(seed: int) -> None:
     weight = rng.integers(-3, 4, (written, *work.kernel, read)).astype(np.float64)
     shape = (work.batch, *sizes[1], written)
     wanted = defined(work, source, weight, shape)
-    tiles = halo_tiles(work, [gather_axis(work, dim) for dim in range(3)], H200)
+    tiles = halo_tiles(work, gather_axes(work), H200)
     for tile in {tiles[0], tiles[len(tiles) // 2]}:
         np.testing.assert_array_equal(
             followed(work, tile, source, weight, shape), wanted, tile.name

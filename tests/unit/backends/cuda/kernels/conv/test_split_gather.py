@@ -12,7 +12,7 @@ from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.backends.cuda.kernels.conv.hopper_gather import HopperGather
 from convgrad_service.backends.cuda.kernels.conv.hopper_gather_plan import Schedule, candidates
 from convgrad_service.backends.cuda.kernels.conv.split_gather import SplitGather
-from convgrad_service.backends.cuda.kernels.core.gather_axes import gather_axis
+from convgrad_service.backends.cuda.kernels.core.gather_axes import gather_axes
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import H200
 from convgrad_service.plans.cuda.families import choose
@@ -56,7 +56,7 @@ def test_every_candidate_is_an_instance_of_the_library(
     direction: Direction, layout: str, stride: int
 ) -> None:
     work = float_work(direction, layout=layout, stride=stride, size=32)
-    axes, library = [gather_axis(work, dim) for dim in range(3)], set(SplitGather().instances())
+    axes, library = gather_axes(work), set(SplitGather().instances())
     found = list(candidates(replace(work, dtype=DType.BFLOAT16), axes, H200, parts=3))
     assert found
     for schedule in found:
@@ -92,7 +92,7 @@ def test_both_operands_are_split_before_the_product(direction: Direction) -> Non
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_only_split_tiles_change_the_order_of_sums(direction: Direction) -> None:
     work = float_work(direction, size=28)
-    axes = [gather_axis(work, dim) for dim in range(3)]
+    axes = gather_axes(work)
     for schedule in candidates(replace(work, dtype=DType.BFLOAT16), axes, H200, parts=3):
         family = SplitGather(HopperGather(schedule=schedule, parts=3))
         split = schedule.tile.split
@@ -143,7 +143,7 @@ def test_strided_planes_are_written_by_a_copy() -> None:
 
 def test_a_schedule_is_kept() -> None:
     work = float_work("fwd", batch=32, size=28)
-    axes = [gather_axis(work, dim) for dim in range(3)]
+    axes = gather_axes(work)
     first, *_ = candidates(replace(work, dtype=DType.BFLOAT16), axes, H200, parts=3)
     assert isinstance(first, Schedule)
     kernel = SplitGather(HopperGather(schedule=first, parts=3)).launches(work, H200).kernel
