@@ -165,6 +165,17 @@ def test_pointwise_layers(
     _forget_plans()
 
 
+@pytest.mark.parametrize("order", ORDERS)
+def test_phases_that_no_tap_reaches(seed: int, order: str) -> None:
+    conv = ConvShape(
+        batch=2, groups=1, in_channels=20, out_channels=12, input_size=(10, 7), kernel_size=(1, 1),
+        output_size=(4, 3), stride=(3, 3), padding=((0, 0),) * 2, dilation=(1, 1),
+    )  # fmt: skip
+    x, w, y = _drawn(conv, seed, np.float32)
+    for out, ref in zip(_all_ways(conv, x, w, y, order), _references(conv, x, w, y), strict=True):
+        assert_bounded(out, ref, f"seed {seed}")
+
+
 def test_infinite_positions_stay_in_their_channels_and_positions(seed: int) -> None:
     """Of a plane that is read in place, the last vector has positions of the next channel."""
     conv = _pointwise((1, 7, 6), (5, 5))

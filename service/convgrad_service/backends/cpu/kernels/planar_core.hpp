@@ -91,11 +91,12 @@ void correlate_channels(const T* src, const i64* offset, i64 terms, const T* wei
                                 pitch);
 }
 
-// Vectors of positions, of all terms, that all channels read while they are in the L1 cache.
+// Vectors of positions, of all terms, that all channels read while they are in the L1 cache. A phase
+// that no tap reaches has no terms.
 template <class T>
 CONVGRAD_INLINE i64 vectors_at_once(i64 terms) {
   constexpr i64 kWhole = 24;  // whole register blocks of any number of channels
-  const i64 fitting = 20 * 1024 / static_cast<i64>(sizeof(Vec<T>)) / least(terms, kTerms);
+  const i64 fitting = 20 * 1024 / static_cast<i64>(sizeof(Vec<T>)) / most(least(terms, kTerms), 1);
   return fitting < kWhole ? most(fitting / 6 * 6, 6) : fitting / kWhole * kWhole;
 }
 
