@@ -139,7 +139,7 @@ def _with_text(value: Any) -> Any:
 @pytest.mark.parametrize(
     ("body", "sentence"),
     [
-        (b"", "the body is not JSON"),
+        (b"", "the body is empty; expected JSON"),
         (b"null", "the body: expected a JSON object, got null"),
         (b"[1]", "the body: expected a JSON object, got [1]"),
         (b'"' + LONG + b'"', "the body: expected a JSON object, got"),

@@ -38,7 +38,7 @@ def lines(
     context = RequestContext.begin(["an id"])
     context.client, context.sent_bytes = "10.1.2.3", 7
     context.trace = {"traceparent": f"00-{TRACE}-b7ad6b7169203331-01"}
-    context.timings.add("compute", 0.25)
+    context.timings.add("compute", 0.25, context.timings.started_s)
     access.info(ExchangeLine(context, {"method": "POST", "path": path, "status": 200}))
     try:
         raise ValueError("two\nlines")

@@ -58,7 +58,7 @@ class Timings:
         self._since_s = self.started_s
 
     def add(self, stage: str, seconds: float, began_s: float) -> None:
-        """Add ``seconds`` to ``stage``."""
+        """Add ``seconds`` to ``stage``, which began at ``began_s`` of the monotonic clock."""
         self.stages_s[stage] = self.stages_s.get(stage, 0.0) + seconds
         if self.intervals is not None:
             self.intervals.append((stage, began_s, seconds))
