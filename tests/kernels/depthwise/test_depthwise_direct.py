@@ -154,7 +154,7 @@ def test_images_that_a_grid_does_not_hold(
     backend = only(DepthwiseDirect(DirectLayout(3, 1, 4, 4, 2, 16)))
     tensors, _ = drawn(seed, case, "bfloat16", "bounded")
     whole = answers(backend, case, tensors, "NHWC")
-    monkeypatch.setattr(depthwise_direct, "MOST_ALONG", 2)
+    monkeypatch.setattr(depthwise_direct, "MOST_BLOCKS_YZ", 2)
     problem, _ = problem_and_tensors(case, tensors, "NHWC")
     assert [step.grid for step in backend.explain(problem).steps] == [(1, 2, 1)] * 2 + [(1, 1, 1)]
     for name, array in answers(backend, case, tensors, "NHWC").items():
