@@ -5,9 +5,8 @@
 // A task is a few rows of y. The rows of x that contribute to a row of y are first summed into one
 // line, then windows are summed along the line: k0*k1 + k2 additions per element instead of
 // k0*k1*k2. A line holds positions (channels first) or positions x channels (channels last), so
-// additions are vectorised in both layouts. Rows of y with the same rows of x are summed once: those
-// of a gradient whose windows do not overlap. Small windows with contiguous channels are summed in
-// registers instead, without a line.
+// additions are vectorised in both layouts. Rows of y with the same rows of x are summed once: those of a
+// gradient whose windows do not overlap.
 //
 // Requires: WindowArgs; scratch for a line of x and a line of y in accumulators (float, double for
 // F64), and for the windows in each dimension.
@@ -146,54 +145,6 @@ struct RowsMet {
   }
 };
 
-// Positions of the largest window that is summed in registers: it is read again for each window.
-constexpr i64 kInRegisters = 25;
-
-template <class T>
-i64 largest_window(const WindowArgs& args, const LineWindows<T>& windows) {
-  i64 positions = 1;
-  for (int d = 0; d < 3; ++d) {
-    i64 largest = 0;
-    for (i64 o = 0; o < args.y_size[d]; ++o) {
-      largest = most(largest, windows.stop[d][o] - windows.start[d][o]);
-    }
-    positions *= largest;
-  }
-  return positions;
-}
-
-// Sums one window for `vectors` vectors of channels or, of one, `lanes`. `x` is at position 0.
-template <class E, int vectors>
-CONVGRAD_INLINE void window_of_channels(const WindowArgs& args, const typename E::Storage* x,
-                                        const RowsMet& met, i64 start, i64 stop, int lanes,
-                                        typename E::Acc divisor, typename E::Storage* to) {
-  using T = typename E::Acc;
-  constexpr int L = kLanes<T>;
-  Vec<T> sum[vectors];
-#pragma clang loop unroll(full)
-  for (int v = 0; v < vectors; ++v) sum[v] = splat(T(0));
-  for (i64 i0 = met.start[0]; i0 < met.stop[0]; ++i0) {
-    for (i64 i1 = met.start[1]; i1 < met.stop[1]; ++i1) {
-      const auto* from = x + ((i0 * args.x_size[1] + i1) * args.x_size[2] + start) * args.x.step;
-      for (i64 i = start; i < stop; ++i, from += args.x.step) {
-#pragma clang loop unroll(full)
-        for (int v = 0; v < vectors; ++v) {
-          sum[v] += vectors == 1 && lanes < L ? load_first<E>(from, lanes) : load<E>(from + v * L);
-        }
-      }
-    }
-  }
-#pragma clang loop unroll(full)
-  for (int v = 0; v < vectors; ++v) {
-    const Vec<T> mean = sum[v] / splat<T>(divisor);
-    if (vectors == 1 && lanes < L) {
-      store_first<E>(to, mean, lanes);
-    } else {
-      store<E>(to + v * L, mean);
-    }
-  }
-}
-
 template <class E>
 void window_sums(const WindowArgs& args, Control* control, void* scratch) {
   using T = typename E::Acc;
@@ -225,9 +176,6 @@ void window_sums(const WindowArgs& args, Control* control, void* scratch) {
       }
     }
   };
-  const bool in_registers = args.lanes > 0 && args.y.channel == 1 && args.x.channel == 1 &&
-                            args.divide != kByInputs &&
-                            largest_window(args, windows) <= kInRegisters;
   RowsMet summed{-1, -1, {}, {}};
   each_row(args, control, [&](const OutputRow& row) {
     const i64 width = row.count, o[2] = {row.o0, row.o1};
@@ -236,41 +184,24 @@ void window_sums(const WindowArgs& args, Control* control, void* scratch) {
       met.start[d] = windows.start[d][o[d]];
       met.stop[d] = windows.stop[d][o[d]];
     }
-    const i64 outer =
-        args.divide == kByOutputs ? args.counted[0].size(row.o0) * args.counted[1].size(row.o1) : 0;
-    const auto divisor_of = [&](i64 position) {
-      if (args.divide == kByOne) return static_cast<T>(args.divisor);
-      return args.divide == kByOutputs ? static_cast<T>(outer) * windows.size[position] : T(1);
-    };
-    const i64 position = (row.o0 * args.y_size[1] + row.o1) * args.y_size[2];
-    Storage* to = at<Storage>(args.y, row.n, row.c, position);
-    if (in_registers) {
-      constexpr i64 L = kLanes<T>, kTogether = 4;
-      const Storage* x = at<const Storage>(args.x, row.n, row.c, 0);
-      for (i64 o2 = 0; o2 < args.y_size[2]; ++o2, to += args.y.step) {
-        const i64 start = windows.start[2][o2], stop = windows.stop[2][o2];
-        const T divisor = divisor_of(o2);
-        i64 c = 0;
-        for (; c + kTogether * L <= width; c += kTogether * L) {
-          window_of_channels<E, kTogether>(args, x + c, met, start, stop, L, divisor, to + c);
-        }
-        for (; c < width; c += L) {
-          const int lanes = static_cast<int>(least(L, width - c));
-          window_of_channels<E, 1>(args, x + c, met, start, stop, lanes, divisor, to + c);
-        }
-      }
-      return;
-    }
     if (!met.same(summed)) {
       add_rows(met, width);
       windows_of_line(args, windows, line, sums, width);
       summed = met;
     }
+    const i64 position = (row.o0 * args.y_size[1] + row.o1) * args.y_size[2];
+    Storage* to = at<Storage>(args.y, row.n, row.c, position);
     if (args.divide != kByOutputs && args.y.step == width) {
-      return store_divided<E>(to, sums, args.y_size[2] * width, divisor_of(0));
+      const T divisor = args.divide == kByOne ? static_cast<T>(args.divisor) : T(1);
+      return store_divided<E>(to, sums, args.y_size[2] * width, divisor);
     }
-    for (i64 i = 0; i < args.y_size[2]; ++i) {
-      store_divided<E>(to + i * args.y.step, sums + i * width, width, divisor_of(i));
+    const i64 outer =
+        args.divide == kByOutputs ? args.counted[0].size(row.o0) * args.counted[1].size(row.o1) : 0;
+    for (i64 o = 0; o < args.y_size[2]; ++o) {
+      T divisor = T(1);
+      if (args.divide == kByOne) divisor = static_cast<T>(args.divisor);
+      if (args.divide == kByOutputs) divisor = static_cast<T>(outer) * windows.size[o];
+      store_divided<E>(to + o * args.y.step, sums + o * width, width, divisor);
     }
   });
 }
